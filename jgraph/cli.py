@@ -31,18 +31,9 @@ _MESSAGE_TIMEOUT_SECONDS = 60
 
 
 def optional(kind: Callable[[str], _T], metavar: str) -> PrimitiveConstructorSpec[_T | None]:
-    """Returns a tyro constructor for a flag whose default is None. If the user passes the flag, it takes one value.
-
-    Use it as `number: Annotated[int | None, optional(int, "INT")] = None`. Without it, tyro shows the flag as `{None}|INT` in
-    the help and in its errors.
-
-    Args:
-        kind: Converts the text of the value, for example `int`. It must raise ValueError if the text is not valid.
-        metavar: Placeholder of the value in the help, for example `INT`.
-
-    Returns:
-        The constructor. Pass it to `Annotated` after the type.
-    """
+    """Returns a tyro constructor of one value for a flag with the default None."""
+    # Use it as `number: Annotated[int | None, optional(int, "INT")] = None`. Without it, tyro shows the flag as `{None}|INT` in
+    # the help and in its errors.
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
@@ -60,24 +51,13 @@ Directory = Annotated[Path | None, optional(Path, "DIRECTORY"), tyro.conf.arg(he
 
 
 def fields_of(kind: Callable[..., object]) -> set[str]:
-    """Returns the names of the arguments that become flags: all except positional-only ones.
-
-    Args:
-        kind: A function, or a dataclass with its fields as arguments.
-
-    Returns:
-        The names as in Python, with underscores.
-    """
+    """Returns the names of the arguments that become flags: all except positional-only ones."""
     parameters = inspect.signature(kind).parameters.items()
     return {name for name, parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
 
 
 def flag(name: str) -> str:
-    """Returns the command-line flag of a configuration field: `model.num_heads` -> `--model.num-heads`.
-
-    Underscores become hyphens. A few fields have flags of another name, e.g. `module` -> `--model.module`. Does not check that
-    the field exists.
-    """
+    """Returns the command-line flag of a configuration field: `model.num_heads` -> `--model.num-heads`."""
     return "--" + _RENAMED.get(name, name).replace("_", "-")
 
 
@@ -95,18 +75,10 @@ _RENAMED = {
 
 
 def as_flags(text: str, fields: Collection[str]) -> str:
-    """Replaces field names in backticks by flags: "`num_heads`" by "--num-heads", and "`resume` off" by "--no-resume".
-
-    Args:
-        text: A message of the library.
-        fields: Field names that are flags of the command. A nested field is replaced if its first part is in `fields`, such as
-            `model` of `model.num_heads`. All other names stay in backticks.
-
-    Returns:
-        The message with flags.
-    """
+    """Replaces field names in backticks by flags: "`num_heads`" by "--num-heads", and "`resume` off" by "--no-resume"."""
 
     def named(match: re.Match[str]) -> str:
+        # The first part of a nested field decides, such as `model` of `model.num_heads`.
         if match[1].partition(".")[0] not in fields:
             return match[0]
         return flag(match[1]).replace("--", "--no-", 1) if match[2] else flag(match[1])
@@ -115,31 +87,13 @@ def as_flags(text: str, fields: Collection[str]) -> str:
 
 
 class FlagConsole(Console):
-    """A rich console that prints field names as flags. Raises BrokenPipeError if the reader of the output has closed it.
-
-    Attributes:
-        fields: Field names that are flags of the command. In printed strings, "`name`" becomes "--name" for these fields.
-
-    Args:
-        fields: The attribute `fields`.
-        **settings: Keyword arguments of `rich.console.Console`.
-    """
+    """A rich console that prints names of `fields` in backticks as flags. Raises BrokenPipeError if the reader is gone."""
 
     def __init__(self, fields: Collection[str] = (), **settings: Any):
-        """Creates a console with the settings of `rich.console.Console`."""
         super().__init__(**settings)
         self.fields = fields
 
     def print(self, *objects: Any, **settings: Any) -> None:
-        """Prints objects to the file of the console, stdout by default. Names of `fields` in backticks become flags.
-
-        Args:
-            *objects: Objects to print, such as strings, `rich.text.Text` and tables. Only strings are changed.
-            **settings: Keyword arguments of `rich.console.Console.print`, such as `style`.
-
-        Raises:
-            BrokenPipeError: If the reader of the output has closed it.
-        """
         super().print(*(as_flags(o, self.fields) if isinstance(o, str) else o for o in objects), **settings)
 
     def on_broken_pipe(self) -> None:
@@ -150,19 +104,9 @@ class FlagConsole(Console):
 def run(
     prog: str, act: Callable[[list[str]], int | None], argv: Sequence[str] | None = None, fields: Collection[str] = ()
 ) -> int:
-    """Runs a command and converts its errors into an exit code and one line on stderr. Does not end the process.
-
-    Args:
-        prog: The command as the user starts it, for example `jgraph train` or `python -m jgraph.train`. Starts the error line.
-        act: Called once with the list of arguments. Runs the command and returns its exit code, or None for 0.
-        argv: The arguments, without the program. None: `sys.argv[1:]`.
-        fields: Field names that are flags of this command. In the error line, "`name`" becomes "--name" for these fields.
-
-    Returns:
-        The exit code of `act`. 1 for a NonFiniteError: the loss or a gradient is not finite. 2 for any other JgraphError and
-        for an OSError. 130 after Ctrl-C (KeyboardInterrupt), without a message. 141 if the reader of stdout has closed it, as
-        in `| head`, without a message; stdout is then redirected to /dev/null. Other exceptions pass.
-    """
+    """Runs a command, and converts its errors into an exit code and one line on stderr that names flags."""
+    # The exit code is that of `act`; 1 for a loss or gradient that is not finite; 2 for other errors of jgraph and the
+    # operating system; 130 after Ctrl-C; 141 if the reader of stdout has closed it, as in `| head`. Other exceptions pass.
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Prints a question mark for each character that the encoding lacks, instead of raising.
         sys.stdout.reconfigure(errors="replace")
@@ -181,7 +125,7 @@ def run(
         print(_error_line(prog, message, fields), file=sys.stderr)
         return 1 if isinstance(e, NonFiniteError) else 2
     except KeyboardInterrupt:
-        return 130
+        return 130  # 128 + SIGINT, without a message
 
 
 def _error_line(prog: str, message: str, fields: Collection[str]) -> str:
@@ -189,18 +133,9 @@ def _error_line(prog: str, message: str, fields: Collection[str]) -> str:
 
 
 def end_at_once(prog: str, describe: Callable[[], str], fields: Collection[str] = ()) -> NoReturn:
-    """Prints an error line to stderr, flushes stdout and ends the process with exit code 75 (`HUNG`). Never returns.
-
-    Can be called from any thread. Other threads are not unwound and exit handlers do not run: the interpreter's own shutdown
-    would block on a device that does not respond.
-
-    Args:
-        prog: The command as the user starts it. Starts the error line.
-        describe: Called once, without arguments. Returns the error message. If it takes longer than 60 seconds, the process
-            ends without the message.
-        fields: Field names that are flags of this command. In the error line, "`name`" becomes "--name" for these fields.
-    """
-    # Neither a slow `describe` nor a blocked pipe may keep the process alive.
+    """Prints an error line to stderr and ends the process with exit code 75 (`HUNG`). Callable from any thread."""
+    # Other threads are not unwound and exit handlers do not run: the interpreter's own shutdown would block on a device that
+    # does not respond. Neither a slow `describe` nor a blocked pipe may keep the process alive.
     deadline = threading.Timer(_MESSAGE_TIMEOUT_SECONDS, os._exit, [HUNG])
     deadline.daemon = True
     deadline.start()
@@ -212,22 +147,11 @@ def end_at_once(prog: str, describe: Callable[[], str], fields: Collection[str] 
 
 
 def command(prog: str, about: str | None, *acts: Callable[..., None]) -> Callable[..., int]:
-    """Returns the `main` function of a command that parses its arguments with tyro and calls a function.
+    """Returns `main(argv=None, prog=prog)`, which parses the arguments of a function with tyro, and `run`s it."""
 
-    Args:
-        prog: Default name of the command, for example `python -m jgraph.sample`.
-        about: The text of the command's help. None: the docstring of the function.
-        acts: The functions. With several, each is a subcommand with the name of the function, and the user picks one. `main`
-            calls the function with the parsed arguments. Each argument of a function is a flag; positional-only arguments are
-            positional on the command line too. The `Args` of the docstring become the help of the flags.
-
-    Returns:
-        A function `main(argv=None, prog=prog)`. `argv` is a sequence of arguments without the program; None reads those of the
-        process. It returns the exit code: 0 after success and --help, 1 for a NonFiniteError, 2 for invalid arguments, any
-        other JgraphError or an OSError, 130 after Ctrl-C, and 141 if the reader of stdout has closed it. Errors are one line
-        on stderr.
-    """
-
+    # With several `acts`, each is a subcommand. Each argument of a function is a flag; positional-only arguments are positional
+    # on the command line, too. The `Args` of the docstring become the help of the flags, and its summary replaces a missing
+    # `about`.
     def later(act: Callable[..., None]) -> Callable[..., Callable[[], None]]:
         # tyro only binds the arguments, because it would report errors of `act` as errors in the arguments.
         return functools.wraps(act)(lambda *args, **kwargs: functools.partial(act, *args, **kwargs))
@@ -251,27 +175,9 @@ _RULE = r"[─-]{3,}"
 def parse(
     kind: Any, prog: str, about: str | None, args: Sequence[str], *, elsewhere: Mapping[str, str] | None = None, **settings: Any
 ) -> Any:
-    """Parses arguments with tyro. Prints the help to stdout for --help.
-
-    Args:
-        kind: A dataclass or a function, which is called with the parsed arguments. Or a dictionary of these by subcommand; only
-            the one that the user selects is called.
-        prog: The command as the user starts it, shown in the usage line.
-        about: The text of the help. None: the docstring of `kind`. If `prog` is `jgraph NAME`, the help shows each
-            `python -m jgraph.NAME` in this text as `jgraph NAME`.
-        args: The arguments, without the program.
-        elsewhere: Hints for flags that this command does not have. Keys are such flags, e.g. of other programs. Values are the
-            flags of this command to use instead. The error about an unknown flag names its hint. None for no hints.
-        settings: Further keyword arguments of `tyro.cli`, e.g. `default`. If `kind` is a dictionary, those of
-            `tyro.extras.subcommand_cli_from_dict`.
-
-    Returns:
-        The new instance of the dataclass, or the result of the function. None after --help.
-
-    Raises:
-        ConfigError: If tyro rejects the arguments. The message is one line instead of tyro's box, and suggests a similar flag.
-        JgraphError: If a dataclass rejects its fields. The error of the dataclass passes unchanged.
-    """
+    """Parses arguments with tyro. Returns the instance or the result of `kind`, or None after it printed the help."""
+    # `kind` is a dataclass or function, or a dictionary of them by subcommand; only the selected one is called. `elsewhere` has
+    # the flag to use instead of a flag of other programs, for the error.
     messages = io.StringIO()
     ask: Any = tyro.extras.subcommand_cli_from_dict if isinstance(kind, dict) else tyro.cli
     try:
@@ -302,11 +208,9 @@ def _examples(about: str | None, prog: str) -> str | None:
 
 
 def _unboxed(text: str) -> str:
-    """Reduces tyro's error box to one line: the first paragraph, and the suggested flag.
-
-    tyro has no public structure for parse errors. The box is a title and paragraphs between horizontal rules, in Unicode or
-    ASCII. The last paragraph points to --help.
-    """
+    """Reduces tyro's error box to one line: the first paragraph, and the suggested flag."""
+    # tyro has no public structure for parse errors. The box is a title and paragraphs between horizontal rules, in Unicode or
+    # ASCII. The last paragraph points to --help.
     text = re.sub(r"\x1b\[[0-9;]*m", "", text).strip()
     if not re.search(_RULE, text):
         return " ".join(text.split())

@@ -16,19 +16,7 @@ AXIS = Axis.CONTEXT.value
 
 
 def token_order(length: int) -> np.ndarray | None:
-    """Returns the order of the tokens of a sequence that gives each device of the axis `context` consecutive tokens.
-
-    Call it while a step is being traced.
-
-    Args:
-        length: T, the number of tokens of a sequence.
-
-    Returns:
-        int32 [T], the index in the sequence of the token at each place. None if XLA partitions over no axis `context`.
-
-    Raises:
-        ConfigError: If twice the number of devices does not divide `length`.
-    """
+    """Returns the order of tokens that gives each device of `context` consecutive ones, int32 [T]; None without the axis."""
     devices = partitioned(AXIS)
     if devices == 1:
         return None
@@ -40,14 +28,8 @@ def token_order(length: int) -> np.ndarray | None:
 
 
 def gathered(x_BS: Array) -> Array:
-    """All-gathers tokens over the axis `context`, in the order of the sequence. Called under `jgraph.mesh.per_shard`.
-
-    Args:
-        x_BS: The tokens of this device in the order of `token_order`, [B, T/N, ...] on N devices.
-
-    Returns:
-        [B, T, ...]; `x_BS` itself if the axis `context` is not bound.
-    """
+    """All-gathers tokens over the axis `context`, in the order of the sequence. Called under `jgraph.mesh.per_shard`."""
+    # S tokens of a device, T tokens of the sequence
     if not is_bound(AXIS):
         return x_BS
     devices = lax.axis_size(AXIS)

@@ -11,36 +11,24 @@ _SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler"
 
 @dataclass(frozen=True)
 class Device:
-    """The properties of a GPU model.
+    """The properties of a GPU model."""
 
-    Attributes:
-        name: JAX's `jax.Device.device_kind`, e.g. `NVIDIA H200`.
-        product_flops_per_second: FLOP/s of dense bfloat16 matmuls, without sparsity.
-        copy_bytes_per_second: Memory bandwidth: bytes read plus bytes written, per second.
-        link_bytes_per_second: Bytes per second that a GPU receives from other GPUs in an all-gather. None if unknown.
-        aot: Short name of the GPU for compiling without one: `h200`, `h100` or `b200`. Empty if it is not supported.
-        source: Text on the source of the rates.
-        fp8_flops_per_second: FLOP/s of dense FP8 matmuls. None if the GPU has none.
-        capability: NVIDIA's compute capability, (major, minor).
-    """
-
-    name: str
-    product_flops_per_second: float
-    copy_bytes_per_second: float
-    link_bytes_per_second: float | None = None
-    aot: str = ""
-    source: str = "datasheet"
-    fp8_flops_per_second: float | None = None
-    capability: tuple[int, int] = (9, 0)
+    name: str  # JAX's `jax.Device.device_kind`
+    product_flops_per_second: float  # of dense bfloat16 matmuls, without sparsity
+    copy_bytes_per_second: float  # bytes read plus bytes written
+    link_bytes_per_second: float | None = None  # received from other GPUs in an all-gather; None if unknown
+    aot: str = ""  # short name for compiling without the GPU; empty if that is not supported
+    source: str = "datasheet"  # of the rates
+    fp8_flops_per_second: float | None = None  # of dense FP8 matmuls; None if the GPU has none
+    capability: tuple[int, int] = (9, 0)  # NVIDIA's compute capability
 
     @property
     def has_fp8(self) -> bool:
-        """True if the GPU has FP8 matmuls: compute capability 8.9 or newer."""
         return self.capability >= (8, 9)
 
     @property
     def has_mxfp8(self) -> bool:
-        """True if the GPU has matmuls of MXFP8, FP8 with a scale for each block: compute capability 10.0 or newer."""
+        """True if the GPU has matmuls of FP8 with a scale for each block."""
         return self.capability >= (10, 0)
 
 
@@ -61,10 +49,7 @@ DEVICES = (
 
 
 def find(device_kind: str) -> Device | None:
-    """Returns jgraph's properties of the GPU with this `jax.Device.device_kind`, an exact match. None if it is not supported.
-
-    `jgraph.device.DEVICES` is the table of supported GPUs.
-    """
+    """Returns the properties of the GPU with this `jax.Device.device_kind`, an exact match. None if it is not supported."""
     return next((device for device in DEVICES if device.name == device_kind), None)
 
 

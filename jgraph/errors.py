@@ -42,33 +42,14 @@ class ConfigError(JgraphError):
 
 
 def check_choice(field: str, value: object, allowed: Collection[str]) -> None:
-    """Checks that an argument is one of several strings.
-
-    Args:
-        field: The name of the argument, for the error.
-        value: The value of the argument.
-        allowed: The allowed strings. The error lists them in this order.
-
-    Raises:
-        ConfigError: If `value` is not a string, or is not in `allowed`.
-    """
+    """Raises ConfigError if an argument is not one of several strings."""
     if not isinstance(value, str) or value not in allowed:
         raise ConfigError(f"`{field}` is {value!r}: must be one of {', '.join(allowed)}", field=field)
 
 
 def check_types(config: Any, *, prefix: str = "") -> None:
-    """Checks the values of the fields of a dataclass against their annotations.
-
-    Checks fields of type `int`, `float`, `str`, `bool`, `Literal[...]`, `tuple[str, ...]` and `tuple[Literal[...], ...]`.
-    A `float` field may hold an int. A bool is not a number. Fields of any other type are not checked.
-
-    Args:
-        config: An instance of a dataclass.
-        prefix: Text before the field name in the error, e.g. `model.`.
-
-    Raises:
-        ConfigError: If a field has another type, or is not one of the values of its `Literal`.
-    """
+    """Checks the values of the fields of a dataclass against their annotations. Errors name them after `prefix`."""
+    # A `float` field may hold an int. A bool is not a number. Fields of types that are not named here are not checked.
     for name, kind in typing.get_type_hints(type(config)).items():
         field, value, choices = prefix + name, getattr(config, name), typing.get_args(kind)
         if typing.get_origin(kind) is Literal:
@@ -86,32 +67,13 @@ def check_types(config: Any, *, prefix: str = "") -> None:
 
 
 def require(condition: bool, field: str, value: object, allowed: str) -> None:
-    """Raises a ConfigError with the message "`field` is {value}: must be {allowed}" if `condition` is false.
-
-    Args:
-        condition: True if the argument is valid.
-        field: The name of the argument.
-        value: The value of the argument, formatted with `str`.
-        allowed: A description of the allowed values, which completes "must be".
-
-    Raises:
-        ConfigError: If `condition` is false.
-    """
+    """Raises a ConfigError with the message "`field` is {value}: must be {allowed}" if `condition` is false."""
     if not condition:
         raise ConfigError(f"`{field}` is {value}: must be {allowed}", field=field)
 
 
 def require_positive(config: object, names: str, *, prefix: str = "") -> None:
-    """Checks that fields are positive, finite numbers.
-
-    Args:
-        config: An object with numbers as attributes, such as a dataclass.
-        names: The names of the fields to check, separated by spaces.
-        prefix: Text before the field name in the error, e.g. `model.`.
-
-    Raises:
-        ConfigError: For the first field that is 0, negative, infinite or NaN.
-    """
+    """Checks that fields, named in one string with spaces, are positive, finite numbers."""
     for name in names.split():
         value = getattr(config, name)
         require(value > 0 and math.isfinite(value), prefix + name, value, "positive")
@@ -119,19 +81,7 @@ def require_positive(config: object, names: str, *, prefix: str = "") -> None:
 
 @contextlib.contextmanager
 def os_errors(field: str, path: object, verb: Literal["read", "written"] = "written") -> Iterator[None]:
-    """Converts an OSError inside the block into a ConfigError that names the argument and its path. For `with`.
-
-    Args:
-        field: The name of the argument that holds the path.
-        path: The path of the file or directory.
-        verb: The operation of the block, for the message "cannot be {verb}": `read` or `written`.
-
-    Yields:
-        None, once.
-
-    Raises:
-        ConfigError: If the block raises an OSError. Other exceptions pass.
-    """
+    """Converts an OSError inside the block into a ConfigError that names the argument and its path. For `with`."""
     try:
         yield
     except OSError as e:
@@ -142,17 +92,8 @@ _HUB_ID = re.compile(r"(?:https?:/+huggingface\.co/(?:datasets/)?)?([A-Za-z0-9][
 
 
 def download_hint(path: str | Path, *, kind: Literal["model", "dataset"] = "model") -> str:
-    """Returns a hint on how to download a missing path that looks like an id on the Hugging Face Hub. Downloads nothing.
-
-    Args:
-        path: The missing path. It looks like an id if it has the form `OWNER/NAME`, such as `Qwen/Qwen3-0.6B`, or is the
-            address of that page on huggingface.co.
-        kind: The kind of repository: `model` or `dataset`.
-
-    Returns:
-        A clause that starts with "; " and ends with the command `hf download ...`, to append to an error message. Empty if the
-        path has another form, a file suffix of letters such as `.txt`, or an existing parent directory.
-    """
+    """Returns a clause with the command to download a path `OWNER/NAME`, or its page, from the Hugging Face Hub; or ""."""
+    # A path with a suffix of letters, such as `.txt`, or with an existing parent directory is not meant as an id.
     found = _HUB_ID.fullmatch(str(path))
     if not found or re.search(r"\.[A-Za-z]+$", found[1]) or Path(path).parent.exists():
         return ""

@@ -42,24 +42,11 @@ Every layout binds both axes inside a loss: `nnx.BatchNorm(64, axis_name=jgraph.
 
 
 PARTITIONED_AXES: tuple[str, ...] = (Axis.CONTEXT.value, Axis.TENSOR.value)
-"""Mesh axes over which XLA partitions the computation.
-
-On the other axes, each device runs the function of its rank under `jax.shard_map`.
-"""
+"""Axes over which XLA partitions the computation. On the others, each device runs its rank's function by `jax.shard_map`."""
 
 
 def on_ranks(fn: Callable[..., _T], mesh: Mesh, in_specs: Specs, out_specs: Specs) -> Callable[..., _T]:
-    """Runs a function on each rank by `jax.shard_map` over all axes of a mesh except `PARTITIONED_AXES`.
-
-    Args:
-        fn: A function of arrays. It may use collectives over all axes of the mesh except `PARTITIONED_AXES`.
-        mesh: The devices.
-        in_specs: A tuple with the PartitionSpec of each argument, as in `jax.shard_map`.
-        out_specs: The same for the result.
-
-    Returns:
-        A function with the arguments and results of `fn` on whole arrays.
-    """
+    """Runs a function on each rank by `jax.shard_map` over all axes of a mesh except `PARTITIONED_AXES`."""
     axes = set(mesh.axis_names) - set(PARTITIONED_AXES)
     if mesh.size > 1 and all(mesh.shape[axis] == 1 for axis in axes):
         # XLA rejects collectives over axes of size one in a program that it partitions over other axes.
@@ -78,11 +65,7 @@ def _under(mesh: Mesh, fn: Callable[..., _T]) -> Callable[..., _T]:
 
 
 def partitioned(axis: str) -> int:
-    """Returns the size of a mesh axis over which XLA partitions the function that is being traced; 1 if there is none.
-
-    Args:
-        axis: One of `PARTITIONED_AXES`.
-    """
+    """Returns the size of a mesh axis over which XLA partitions the function that is being traced; 1 if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return mesh.shape[axis] if kinds.get(axis) == AxisType.Auto else 1
@@ -109,16 +92,8 @@ def axis_names(entry: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def constrain(x: Array, spec: PartitionSpec) -> Array:
-    """Shards an array over `PARTITIONED_AXES` of the current mesh, like `jax.lax.with_sharding_constraint`.
-
-    Args:
-        x: An array in a function that is being traced.
-        spec: The mesh axes that shard each axis of `x`. Mesh axes that XLA does not partition over, and mesh axes that do not
-            divide the length, are left out.
-
-    Returns:
-        The array with this sharding; `x` itself if no mesh axis remains.
-    """
+    """Shards an array over `PARTITIONED_AXES` of the current mesh, like `jax.lax.with_sharding_constraint`."""
+    # Mesh axes that XLA does not partition over, and mesh axes that do not divide the length, are left out.
     kept: list[tuple[str, ...]] = []
     for names, length in zip(spec, x.shape, strict=False):
         kept.append(())
@@ -129,18 +104,10 @@ def constrain(x: Array, spec: PartitionSpec) -> Array:
 
 
 def token_axes(shape: Sequence[int]) -> PartitionSpec:
-    """Returns the mesh axes that share the tokens of activations between matmuls, in a function that is being traced.
-
-    Devices of the axis `context` have parts of each sequence. Devices of the axis `tensor` share the first axis, because the
-    rows of a device are contiguous in the gathered array, so that all-gathers and reduce-scatters need no copies. If they
-    cannot share it equally, they share the tokens of each sequence (Korthikanti et al., arXiv:2205.05198).
-
-    Args:
-        shape: Shape [..., T, D] of activations of T tokens and width D.
-
-    Returns:
-        The mesh axes of each axis of the activations. Devices of the axis `tensor` that cannot share the tokens are left out.
-    """
+    """Returns the mesh axes that share the tokens of activations [..., T, D] between matmuls, for each axis."""
+    # Devices of the axis `context` have parts of each sequence. Devices of the axis `tensor` share the first axis, because the
+    # rows of a device are contiguous in the gathered array, so that all-gathers and reduce-scatters need no copies. If they
+    # cannot share it equally, they share the tokens of each sequence (Korthikanti et al., arXiv:2205.05198), or none.
     *lead, T, _ = shape
     none, tensor = [None] * len(lead), partitioned(Axis.TENSOR)
     if lead and lead[0] % tensor == 0:
@@ -150,20 +117,9 @@ def token_axes(shape: Sequence[int]) -> PartitionSpec:
 
 
 def per_shard(fn: Callable[..., _T], in_specs: Specs, out_specs: Specs) -> Callable[..., _T]:
-    """Runs a function on the shards of its arguments over `PARTITIONED_AXES` of the current mesh.
-
-    Call it while a step is being traced. XLA cannot partition Pallas kernels, and functions that split an axis in parts need
-    whole parts on each device.
-
-    Args:
-        fn: A function of arrays. It may use collectives over the mesh axes that `partitioned` reports.
-        in_specs: A tuple with the PartitionSpec of each argument, as in `jax.shard_map`. Mesh axes that XLA does not partition
-            over are left out.
-        out_specs: The same for the result.
-
-    Returns:
-        A function with the arguments and results of `fn` on whole arrays; `fn` itself if XLA partitions over no axis.
-    """
+    """Runs a function on the shards of its arguments over `PARTITIONED_AXES` of the mesh of the current trace."""
+    # XLA cannot partition Pallas kernels, and functions that split an axis in parts need whole parts on each device. Mesh axes
+    # in the specs that XLA does not partition over are left out. `fn` may use collectives over the others.
     axes = {axis for axis in PARTITIONED_AXES if partitioned(axis) > 1}
     if not axes:
         return fn
@@ -187,13 +143,9 @@ def per_shard(fn: Callable[..., _T], in_specs: Specs, out_specs: Specs) -> Calla
 
 
 def summable(x: Array) -> Array:
-    """Casts bfloat16 to float32 on CPUs whose mesh has `PARTITIONED_AXES`, and returns other arrays unchanged.
-
-    XLA's CPU compiler aborts on bfloat16 sums of `jax.shard_map` in a program that it partitions.
-
-    Args:
-        x: The argument of a collective that sums, or of one with a gradient that sums.
-    """
+    """Casts bfloat16 to float32 on CPUs whose mesh has `PARTITIONED_AXES`, and returns other arrays unchanged."""
+    # For arguments of collectives that sum, or that have a gradient that sums: XLA's CPU compiler aborts on bfloat16 sums of
+    # `jax.shard_map` in a program that it partitions.
     mesh = jax.sharding.get_abstract_mesh()
     is_partitioned = any(mesh.shape.get(axis, 1) > 1 for axis in PARTITIONED_AXES)
     if x.dtype != "bfloat16" or not is_partitioned:
@@ -202,8 +154,6 @@ def summable(x: Array) -> Array:
 
 
 def _with_axes(specs: Specs, is_kept: Callable[[str], bool]) -> Specs:
-    """Returns a tree of PartitionSpecs with the mesh axes for which `is_kept` is true."""
-
     def of(spec: PartitionSpec) -> PartitionSpec:
         return PartitionSpec(*[tuple(filter(is_kept, axis_names(names))) for names in spec])
 
@@ -216,25 +166,16 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def num_data_ranks(mesh: Mesh | None) -> int:
-    """Returns the number of shards of a batch: the product of the sizes of the mesh axes `data` and `fsdp`. 1 for None."""
+    """Returns the number of shards of a batch."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
 def with_batch_axes(fn: Callable[..., _T]) -> Callable[..., _T]:
-    """Lets a function reduce over the mesh axes `data` and `fsdp` (`BATCH_AXES`) on meshes that lack one of them.
+    """Lets a function reduce over the mesh axes `data` and `fsdp` (`BATCH_AXES`) on meshes that lack one of them."""
 
-    JAX raises a NameError if `fn` uses a collective over a mesh axis that is not bound, for example outside `jax.shard_map`. In
-    that case `fn` is called again with the missing axes bound, each with size one. Such a function is traced twice, and the
-    operations of the first trace are dead code. Other functions are called once.
-
-    Args:
-        fn: A function with positional arguments and a result that are pytrees of arrays. Called while JAX traces.
-
-    Returns:
-        A function with the same arguments and results. It raises a ConfigError if `fn` uses a collective over an axis that is
-        neither bound nor one of `BATCH_AXES`.
-    """
-
+    # JAX raises a NameError if `fn` uses a collective over a mesh axis that is not bound, for example outside `jax.shard_map`.
+    # `fn` is then called again with the missing axes bound, each with size one. The operations of the first trace are dead
+    # code.
     def not_a_batch_axis(axis: str) -> ConfigError:
         allowed = f"{' or '.join(map(repr, BATCH_AXES))}, or jgraph.BATCH_AXES for both"
         return ConfigError(f"`axis_name` is {axis!r}: must be {allowed}", field="axis_name")
@@ -255,14 +196,7 @@ def with_batch_axes(fn: Callable[..., _T]) -> Callable[..., _T]:
 
 @contextlib.contextmanager
 def refused_axes(error: Callable[[str], JgraphError]) -> Iterator[None]:
-    """Replaces JAX's NameError about a mesh axis that is not bound. For `with`.
-
-    Args:
-        error: Called with the name of the axis if the block raises such a NameError. Returns the error to raise instead.
-
-    Yields:
-        None, once. Other exceptions of the block pass.
-    """
+    """Replaces JAX's NameError about a mesh axis that is not bound by `error(axis)`. For `with`."""
     try:
         yield
     except NameError as e:
@@ -293,23 +227,7 @@ def _over_one(fn: Callable[..., _T], axis: str) -> Callable[..., _T]:
 
 
 def checked(mesh: Mesh, *, needs: tuple[Axis, ...], allows: tuple[Axis, ...]) -> Mesh:
-    """Checks the axis names of a mesh, and returns the mesh with axes of type `jax.sharding.AxisType.Auto`.
-
-    `jax.make_mesh` creates axes of type `AxisType.Explicit` by default. With those, the caller would have to place every
-    argument.
-
-    Args:
-        mesh: The value to check.
-        needs: Axes that the mesh must have.
-        allows: Further axes that the mesh may have.
-
-    Returns:
-        A new mesh with the same devices, axis names and axis sizes.
-
-    Raises:
-        ConfigError: If `mesh` is not a `jax.sharding.Mesh`, lacks an axis of `needs`, or has an axis that is in neither `needs`
-            nor `allows`.
-    """
+    """Checks the axis names of a mesh, and returns the mesh with axes of type `jax.sharding.AxisType.Auto`."""
     allowed = (*needs, *allows)
     if not isinstance(mesh, Mesh) or set(mesh.axis_names) - set(allowed) or set(needs) - set(mesh.axis_names):
         found = f"axes {mesh.axis_names}" if isinstance(mesh, Mesh) else repr(mesh)
@@ -318,4 +236,6 @@ def checked(mesh: Mesh, *, needs: tuple[Axis, ...], allows: tuple[Axis, ...]) ->
             f"`mesh` has {found}: must be a jax.sharding.Mesh with the axes {', '.join(needs) or 'data'}{optional}",
             field="mesh",
         )
+    # `jax.make_mesh` creates axes of type `AxisType.Explicit` by default. With those, the caller would have to place every
+    # argument.
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names)

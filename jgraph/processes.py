@@ -26,17 +26,7 @@ _SHUTDOWN_SECONDS = 60
 
 
 def launcher(environ: Mapping[str, str]) -> Literal["slurm", "ompi"] | None:
-    """Returns the launcher that started this process as one of several processes.
-
-    Args:
-        environ: Environment variables, such as `os.environ`.
-
-    Returns:
-        `slurm` or `ompi` (Open MPI). None if neither launched this process, or it is the only process.
-
-    Raises:
-        ValueError: If a number of processes in a variable of Slurm or Open MPI is not an integer.
-    """
+    """Returns the launcher that started this process as one of several; None if there is none."""
     # In the shell of an allocation, SLURM_NTASKS is the number of tasks that a step may have, but the shell is a single task.
     tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
     if {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environ.keys() and int(tasks) > 1:
@@ -46,31 +36,14 @@ def launcher(environ: Mapping[str, str]) -> Literal["slurm", "ompi"] | None:
 
 def connect(
     *,
-    setup: Literal["auto", "off"] = "auto",
-    coordinator: str = "",
+    setup: Literal["auto", "off"] = "auto",  # off: ignore Slurm and Open MPI, so that only a coordinator connects
+    coordinator: str = "",  # HOST:PORT of process 0, the same for all; then the next two are required
     num_processes: int | None = None,
     process_id: int | None = None,
-    patience: float = _PATIENCE_SECONDS,
+    patience: float = _PATIENCE_SECONDS,  # for the other processes
 ) -> None:
-    """Connects to the other processes with `jax.distributed.initialize`. Call it before JAX's backend starts.
-
-    Does nothing if there are no other processes, or `jax.distributed` is initialized already. Blocks until all processes have
-    called it. Disables JAX's handling of SIGTERM (`jax_enable_preemption_service`).
-
-    Under Slurm and Open MPI, a process gets one GPU, by its local rank. With a coordinator it gets all visible GPUs.
-
-    Args:
-        setup: `auto`: without a coordinator, connect if the environment variables of Slurm or Open MPI identify other
-            processes. `off`: ignore these variables, so that only a coordinator connects.
-        coordinator: HOST:PORT of process 0, the same for all processes. Requires the next two arguments. Empty for none.
-        num_processes: The number of processes; None without a coordinator.
-        process_id: The index of this process, from 0; None without a coordinator.
-        patience: Seconds to wait for the other processes. The default is 300.
-
-    Raises:
-        ConfigError: If the others do not connect in time, JAX refuses the arguments, the port of process 0 is in use, or Open
-            MPI does not provide an address to connect to.
-    """
+    """Connects to the other processes, if any, and blocks until all have called it. Call it before JAX's backend starts."""
+    # Under Slurm and Open MPI, a process gets one GPU, by its local rank. With a coordinator it gets all visible GPUs.
     found = launcher(os.environ) if setup == "auto" and not coordinator else None
     if jax.distributed.is_initialized() or not (coordinator or found):
         return
@@ -109,19 +82,8 @@ def connect(
 
 
 def devices_of_ranks(count: int, *, flags: str) -> list[JaxDevice]:
-    """Returns one `jax.Device` for each rank. Starts JAX's backend.
-
-    Args:
-        count: The number of ranks, the same on every process.
-        flags: Text that names the flags with the number of ranks, for the error, e.g. `--dp 2 --fsdp 4`.
-
-    Returns:
-        `count` devices. With P processes, the first count/P devices of process 0 come first, then those of process 1, and so
-        on. The list is the same on every process.
-
-    Raises:
-        ConfigError: If `count` exceeds the number of devices of all processes, or is not a multiple of the number of processes.
-    """
+    """Returns one device for each of `count` ranks, equally many of each process. The same on every process."""
+    # `flags` names the flags with the number of ranks, for the error, e.g. `--dp 2 --fsdp 4`.
     processes, available = jax.process_count(), jax.device_count()
     needs = f"{flags} needs {count} device{'s' if count > 1 else ''}"
     if count > available:
@@ -137,14 +99,7 @@ def is_process_zero() -> bool:
 
 
 def all_gather_scalar(value: int) -> list[int]:
-    """Gathers one integer from every process. Collective: every process must call it, and it blocks until all have.
-
-    Args:
-        value: The value of this process, in the range of int32.
-
-    Returns:
-        The values in the order of the processes; `[value]` in a run of one process.
-    """
+    """Gathers one int32 from every process, in their order. Collective: blocks until every process has called it."""
     if not jax.distributed.is_initialized():
         return [value]
     return np.ravel(multihost_utils.process_allgather(np.int32(value))).tolist()
@@ -152,17 +107,9 @@ def all_gather_scalar(value: int) -> list[int]:
 
 @contextlib.contextmanager
 def all_or_raise() -> Iterator[None]:
-    """Raises on every process if any process raises an Exception inside the block. For `with`.
-
-    Collective: every process must enter the block. The end of the block waits for all processes. The block itself must not
-    contain collectives.
-
-    Yields:
-        None, once.
-
-    Raises:
-        ConfigError: If another process raised and this one did not. A process that raised keeps its own exception.
-    """
+    """Raises on every process if any process raises an Exception inside the block. For `with`."""
+    # Collective: every process must enter the block, which must not contain collectives. Its end waits for all processes. A
+    # process that raised keeps its own exception.
     try:
         yield
     except Exception:
