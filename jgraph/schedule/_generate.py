@@ -24,9 +24,28 @@ from jgraph.schedule.schedule import Schedule, loop, vee
 
 
 def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Generates a schedule by name, one of `NAMES`, with `pp` ranks and `chunks` stages per rank.
+    """Generates a pipeline schedule by name.
 
-    Raises OrderError if the schedule does not support the number of microbatches or chunks.
+    Args:
+        name: One of `NAMES`: `gpipe`, `1f1b`, `interleaved-1f1b`, `zb-h1`, `zb-h2`, `zb-v`, `dualpipe-v` or `aligned`. gpipe,
+            1f1b and interleaved-1f1b have full backwards; zb-h1, zb-h2, zb-v and aligned have separate dgrads and wgrads;
+            dualpipe-v has both.
+        pp: Number of ranks of the pipeline, at least 1.
+        microbatches: Number of microbatches per step, at least 1; at least 2 * pp for dualpipe-v.
+        chunks: Number of chunks (stages) per rank. gpipe and aligned: any number. interleaved-1f1b: at least 2. 1f1b, zb-h1 and
+            zb-h2: only 1. zb-v and dualpipe-v: 1 and 2 are accepted, and the schedule has 2.
+
+    Returns:
+        The schedule, a sequence with one `Order` per rank. `Order.to_list` returns the signed numbers of a rank. Stages are
+        placed round-robin (stage s on rank s % pp), or in a V for zb-v and dualpipe-v (stages r and 2 * pp - 1 - r on rank r).
+
+    Raises:
+        OrderError: If `name` is unknown, a number is not an integer of at least 1, or the schedule does not support this number
+            of microbatches or chunks.
+
+    Examples:
+        >>> jgraph.schedule.generate("zb-h1", pp=4, microbatches=16)
+        Schedule(zb-h1: 4 ranks, 4 stages, 16 microbatches, 51 ticks)
     """
     if not isinstance(name, str) or name not in _GENERATORS:
         raise OrderError(f"`name` is {name!r}: must be one of {', '.join(NAMES)}", field="name")
