@@ -93,10 +93,15 @@ def best(
     fastest, least, winner, schedule = fits[0]
     candidates = [replace(winner, verdict="fastest that fits")]
     for time, peak, candidate, _ in found:
-        verdict = "as fast" + f", needs {peak - least:,.0f} bytes more" * (peak > least)
+        if candidate is winner:
+            continue
         if peak > limit:
             verdict = f"needs {peak - limit:,.0f} bytes more than the limit"
         elif time > fastest:
             verdict = f"{time / fastest - 1:.1%} slower"
-        candidates += [replace(candidate, verdict=verdict)] if candidate is not winner else []
+        elif peak > least:
+            verdict = f"as fast, needs {peak - least:,.0f} bytes more"
+        else:
+            verdict = "as fast"
+        candidates.append(replace(candidate, verdict=verdict))
     return Choice(schedule, (*candidates, *refused.values()))

@@ -55,7 +55,7 @@ def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Sched
     if name == "interleaved-1f1b" and chunks == 1:
         raise OrderError("interleaved-1f1b with chunks=1: needs at least 2 chunks per rank; use 1f1b for one", field="chunks")
     if allowed is not None and chunks not in allowed:
-        supported = f"{allowed[-1]} chunk{'s' * (allowed[-1] > 1)}"
+        supported = "1 chunk" if allowed[-1] == 1 else f"{allowed[-1]} chunks"
         raise OrderError(f"{name} with chunks={chunks}: supports only {supported} per rank", field="chunks")
     return make(int(pp), int(microbatches), int(chunks))
 
@@ -70,7 +70,8 @@ def forward_sequence(bounds: Sequence[int], C: int) -> np.ndarray:
 def alternate(forwards: np.ndarray, C: int, warmup: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns kinds and chunks: `warmup` forwards, then a forward and a full backward in turn, then the remaining backwards."""
     # `forwards` has the chunk of each forward, and the k-th backward is of chunk C - 1 - forwards[k].
-    n, backwards = len(forwards), C - 1 - forwards
+    n = len(forwards)
+    backwards = C - 1 - forwards
     steady = np.stack([forwards[warmup:], backwards[: n - warmup]], 1).ravel()
     chunks = np.concatenate([forwards[:warmup], steady, backwards[n - warmup :]])
     kinds = np.concatenate([np.full(warmup, FORWARD), np.tile([FORWARD, BACKWARD], n - warmup), np.full(warmup, BACKWARD)])
@@ -97,8 +98,8 @@ def _zero_bubble(name: str, warmup: Callable[[int, int], int], limit: Callable[[
         # exceed the limit. After the last forward, dgrads and wgrads alternate; the remaining wgrads come last.
         orders = []
         for r in range(P):
-            ahead, most = min(warmup(P, r), M), limit(P)
-            lean = max(0, min(M, most) - ahead)  # pairs of dgrad and forward without a wgrad
+            ahead = min(warmup(P, r), M)
+            lean = max(0, min(M, limit(P)) - ahead)  # pairs of dgrad and forward without a wgrad
             full = M - ahead - lean
             kinds = [FORWARD] * ahead + [DGRAD, FORWARD] * lean + [DGRAD, WGRAD, FORWARD] * full
             kinds += [DGRAD, WGRAD] * ahead + [WGRAD] * lean
@@ -137,7 +138,8 @@ def _dualpipe_v(P: int, M: int, C: int) -> Schedule:
         )
     orders = []
     for r in range(P):
-        row, rest = _Row(M), P - r - 1
+        row = _Row(M)
+        rest = P - r - 1
         row.add((FORWARD, 0), times=2 * rest)
         row.add((FORWARD, 0), (FORWARD, 1), times=r + 1)
         row.add((DGRAD, 1), (WGRAD, 1), (FORWARD, 1), times=rest)
@@ -160,7 +162,9 @@ class _Row:
     """Collects the actions of a rank, and drops those of microbatches from M on."""
 
     def __init__(self, M: int):
-        self.M, self.entries, self.done = M, [], Counter()  # `done` counts dropped actions, too, by kind and chunk
+        self.M = M
+        self.entries = []
+        self.done = Counter()  # counts dropped actions, too, by kind and chunk
 
     def add(self, *entries: tuple[int, int], times: int = 1) -> None:
         for entry in entries * times:
@@ -205,23 +209,16 @@ def _aligned(P: int, M: int, C: int) -> Schedule:
     forward, dgrad = actions(rounds - rank), actions(rounds - start - (P - 1 - rank))
     has_forward, has_dgrad = rounds[:, 0] < n + P - 1, rounds[:, 0] >= start
 
-    # Fill idle positions with pending wgrads. No tick of wgrads is placed yet, so `pending` is an upper bound.
-    pending = np.zeros(P, np.int64)
     idle_forward, idle_dgrad = (forward == n) & has_forward[:, None], (dgrad == n) & has_dgrad[:, None]
-    fill_forward, fill_dgrad = np.zeros_like(idle_forward), np.zeros_like(idle_dgrad)
-    least, end_of_round = np.zeros(len(rounds), np.int64), np.zeros(len(rounds), np.int64)
-    for t in range(start, len(rounds)):
-        fill_forward[t] = idle_forward[t] & (pending > 0)
-        fill_dgrad[t] = idle_dgrad[t] & (pending > fill_forward[t])
-        pending = pending - fill_forward[t] - fill_dgrad[t]
-        least[t] = pending.min()
-        pending = pending + (dgrad[t] < n)
-        end_of_round[t] = pending.min()
+    fill_forward, fill_dgrad, least, end_of_round = _filled(idle_forward, idle_dgrad, dgrad < n)
 
     # Place each tick of wgrads as early as possible, while all ranks have one pending and enough remain for later idle
     # positions.
     later = np.minimum.accumulate(np.append(least[1:], end_of_round[-1])[::-1])[::-1]
-    rows, wgrads, placed, total = [], np.full(P, WGRAD), 0, M * C
+    rows = []
+    wgrads = np.full(P, WGRAD)
+    placed = 0
+    total = M * C
     for t in range(len(rounds)):
         if has_forward[t]:
             rows.append(np.where(forward[t] < n, FORWARD, np.where(fill_forward[t], WGRAD, IDLE)))
@@ -242,6 +239,25 @@ def _aligned(P: int, M: int, C: int) -> Schedule:
             chunks[own == kind] = sequence[microbatch < M]
         orders.append(Order(own, chunks))
     return Schedule(tuple(orders), loop(P, C), ticks, name="aligned")
+
+
+def _filled(idle_forward: np.ndarray, idle_dgrad: np.ndarray, runs_dgrad: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Fills idle positions [rounds, P] of ticks of forwards and of dgrads with pending wgrads.
+
+    Also returns the fewest pending wgrads of a rank after the fills of each round, and at its end.
+    """
+    # No tick of wgrads is placed yet, so `pending` is an upper bound.
+    pending = np.zeros(idle_forward.shape[1], np.int64)
+    fill_forward, fill_dgrad = np.zeros_like(idle_forward), np.zeros_like(idle_dgrad)
+    least, end_of_round = (np.zeros(len(idle_forward), np.int64) for _ in range(2))
+    for t in range(len(idle_forward)):
+        fill_forward[t] = idle_forward[t] & (pending > 0)
+        fill_dgrad[t] = idle_dgrad[t] & (pending > fill_forward[t])
+        pending = pending - fill_forward[t] - fill_dgrad[t]
+        least[t] = pending.min()
+        pending = pending + runs_dgrad[t]
+        end_of_round[t] = pending.min()
+    return fill_forward, fill_dgrad, least, end_of_round
 
 
 # By name: the generator, and the supported numbers of chunks; None for any. The schedules on a V always have 2.

@@ -125,8 +125,9 @@ class Order(Sequence[Action]):
 
     def __repr__(self) -> str:
         """Returns the first 12 signed numbers and the numbers of actions and chunks."""
-        numbers = ", ".join(f"{number:g}" for number in self.to_list()[:12]) + ", ..." * (len(self) > 12)
-        return f"Order([{numbers}]: {len(self)} actions, {self.num_chunks} chunk{'s' * (self.num_chunks > 1)})"
+        numbers = [f"{number:g}" for number in self.to_list()[:12]]
+        shown = ", ".join([*numbers, "..."] if len(self) > 12 else numbers)
+        return f"Order([{shown}]: {len(self)} actions, {self.num_chunks} chunk{'s' if self.num_chunks > 1 else ''})"
 
     def _key(self) -> tuple[bytes | tuple[int, ...], ...]:
         return self.kinds.tobytes(), self.chunks.tobytes(), self.num_layers_per_chunk, self.microbatches.tobytes()

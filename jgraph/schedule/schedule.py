@@ -94,8 +94,13 @@ class Schedule(Sequence[Order]):
 
     def __str__(self) -> str:
         """Returns the name and the numbers of ranks, stages, microbatches and ticks."""
-        counts = {"rank": self.num_ranks, "stage": self.num_stages, "microbatch": self.num_microbatches, "tick": self.num_ticks}
-        words = (f"{count} {word}{('es' if word == 'microbatch' else 's') * (count > 1)}" for word, count in counts.items())
+        counts = {
+            ("rank", "ranks"): self.num_ranks,
+            ("stage", "stages"): self.num_stages,
+            ("microbatch", "microbatches"): self.num_microbatches,
+            ("tick", "ticks"): self.num_ticks,
+        }
+        words = [f"{count} {plural if count > 1 else word}" for (word, plural), count in counts.items()]
         return f"{self.name}: {', '.join(words)}"
 
     def __repr__(self) -> str:
@@ -119,7 +124,8 @@ class Schedule(Sequence[Order]):
         """
         orders = []
         for order in self.orders:
-            chunks, pending = order.chunks.copy(), []
+            chunks = order.chunks.copy()
+            pending = []
             for position, kind in enumerate(order.kinds.tolist()):
                 if kind == DGRAD:
                     pending.append(chunks[position])
@@ -198,7 +204,8 @@ class Schedule(Sequence[Order]):
             of the last stage. `computes` has the number of the array that each action computes, or 2 * S * M for wgrads, which
             compute no array for another stage.
         """
-        count, last = self.num_microbatches, self.num_stages - 1
+        count = self.num_microbatches
+        last = self.num_stages - 1
         needs, makes = [], []
         for order, stages in zip(self.orders, self.stages, strict=True):
             forward, wgrad = order.kinds == FORWARD, order.kinds == WGRAD
@@ -229,7 +236,8 @@ def _earliest(schedule: Schedule) -> tuple[np.ndarray, ...]:
     while ready:
         r = ready.pop()
         for i in range(len(ticks[r]), len(needs[r])):
-            need, tick = needs[r][i], ticks[r][-1] + 1 if ticks[r] else 0
+            need = needs[r][i]
+            tick = ticks[r][-1] + 1 if ticks[r] else 0
             if need >= 0:
                 if made[need] < 0:
                     waiting[need] = r
@@ -248,7 +256,8 @@ def _deadlock(schedule: Schedule, stuck: dict[int, tuple[int, int]]) -> OrderErr
     """Describes a deadlock by the cycle of ranks that wait for each other."""
     # `stuck`: for each blocked rank, the position of its next action, and the array that it reads, by its index in `links`.
     home = schedule.home.tolist()
-    chain, r = [], next(iter(stuck))
+    chain = []
+    r = next(iter(stuck))
     while r not in chain:
         chain.append(r)
         r = home[stuck[r][1]]
@@ -261,7 +270,7 @@ def _deadlock(schedule: Schedule, stuck: dict[int, tuple[int, int]]) -> OrderErr
         needed = f"forward of stage {flat}" if flat < schedule.num_stages else f"dgrad of stage {flat - schedule.num_stages}"
         action = schedule[q][position]
         waits.append(f"rank {q} at entry {position} ({action}) waits for rank {home[need]}'s {needed}, microbatch {m}")
-    shown = "; ".join(waits[:3]) + " ..." * (len(waits) > 3)
+    shown = "; ".join(waits[:3]) + (" ..." if len(waits) > 3 else "")
     return OrderError(f"the schedule deadlocks: {shown}; move the needed actions forward", position=stuck[r][0], rank=r)
 
 
@@ -293,11 +302,13 @@ def _check_rows(field: str, rows: Sequence[Sequence[int] | np.ndarray], orders: 
 
 def _check_ticks(schedule: Schedule) -> tuple[np.ndarray, ...]:
     """Validates explicit ticks and returns int64 copies."""
-    made, (all_needs, all_makes) = np.full(len(schedule.home), -1, np.int64), schedule.links
+    made = np.full(len(schedule.home), -1, np.int64)
+    all_needs, all_makes = schedule.links
     _check_rows("ticks", schedule.ticks, schedule.orders)
     rows = []
     for r, (order, row, makes) in enumerate(zip(schedule.orders, schedule.ticks, all_makes, strict=True)):
-        given, allowed = np.asarray(row), "ticks must be ascending integers >= 0"
+        given = np.asarray(row)
+        allowed = "ticks must be ascending integers >= 0"
         if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer) or given.max(initial=0) > 2**62:
             raise OrderError.of_rank(r, f" has ticks {given.dtype}{list(given.shape)}; {allowed}")
         ticks = given.astype(np.int64)
@@ -316,7 +327,8 @@ def _check_ticks(schedule: Schedule) -> tuple[np.ndarray, ...]:
             entry = f", entry {position} ({schedule[r][position]}) is at tick {ticks[position]}"
             reason = f"it needs a result of tick {made[needs[position]]}; move it to a later tick"
             raise OrderError.of_rank(r, f"{entry}, but {reason}", position)
-    total, last = sum(map(len, schedule.orders)), max(int(ticks[-1]) for ticks in rows)
+    total = sum(map(len, schedule.orders))
+    last = max(int(ticks[-1]) for ticks in rows)
     if last >= (most := _SPARE_TICKS + 10 * total):
         remedy = f"at most {most:,} are allowed: remove ticks with all ranks idle"
         raise OrderError(f"the schedule has {last + 1:,} ticks for {total} actions; {remedy}")

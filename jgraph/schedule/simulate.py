@@ -91,7 +91,8 @@ class Simulation:
         for pool, spans in live_spans(self.schedule, self.starts, self.ends, latency=self.latency).items():
             times += spans
             changes += [np.full(spans[0].shape, sign * float(sizes.get(pool, 0))) for sign in (1, -1)]
-        times, changes, peaks = np.stack(times), np.stack(changes), []
+        times, changes = np.stack(times), np.stack(changes)
+        peaks = []
         for stages in self.schedule.placement:
             time, change = times[:, list(stages)].ravel(), changes[:, list(stages)].ravel()
             # Frees come before allocations at the same time. Arrays that do not exist have the time NaN, which sorts last.
@@ -107,7 +108,8 @@ def simulate(
     if not isinstance(latency, (int, float)) or not 0 <= latency < float("inf"):
         raise OrderError(f"`latency` is {latency!r}: must be a time >= 0", field="latency")
     table = (costs or Costs()).table(schedule.num_stages)
-    ranks, home = range(schedule.num_ranks), schedule.home.tolist()
+    ranks = range(schedule.num_ranks)
+    home = schedule.home.tolist()
     neighbours = [{r} for r in ranks]
     for a, b in pairwise(schedule.rank_of_stage.tolist()):
         neighbours[a].add(b)
@@ -116,7 +118,9 @@ def simulate(
     took = np.concatenate([table[o.kinds, s] for o, s in zip(schedule.orders, schedule.stages, strict=True)])
     rank, durations = np.repeat(ranks, lengths).tolist(), took.tolist()
     ticks, needs, makes = (np.concatenate(rows).tolist() for rows in (schedule.ticks, *schedule.links))
-    starts, arrived, clock, now = np.zeros(len(ticks)), [0.0] * len(home), [0.0] * len(ranks), 0
+    starts = np.zeros(len(ticks))
+    arrived, clock = [0.0] * len(home), [0.0] * len(ranks)
+    now = 0
     for i in np.argsort(ticks, kind="stable").tolist():
         while execution != "dataflow" and now < ticks[i]:
             now += 1
@@ -126,7 +130,8 @@ def simulate(
                 clock = [max(clock[q] for q in neighbours[r]) for r in ranks]
         r, need = rank[i], needs[i]
         if need >= 0:
-            clock[r] = max(clock[r], arrived[need] + latency * (home[need] != r))
+            travel = latency if home[need] != r else 0.0
+            clock[r] = max(clock[r], arrived[need] + travel)
         starts[i] = clock[r]
         clock[r] += durations[i]
         arrived[makes[i]] = clock[r]

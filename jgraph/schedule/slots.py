@@ -80,7 +80,8 @@ def assign(schedule: Schedule, ranges: Ranges | None = None) -> Slots:
     """Assigns a slot to every array, with the minimum number of slots on each rank. `ranges` may have pools of any name."""
     numbers, counts = {}, {}
     for pool, (born, died) in (ranges or live_ranges(schedule)).items():
-        slot, count = np.full(born.shape, -1), np.zeros(schedule.num_ranks, np.int64)
+        slot = np.full(born.shape, -1)
+        count = np.zeros(schedule.num_ranks, np.int64)
         for r in range(schedule.num_ranks):
             of_rank = (born >= 0) & (schedule.rank_of_stage == r)[:, None]
             slot[of_rank], count[r] = _color_intervals(born[of_rank], died[of_rank])

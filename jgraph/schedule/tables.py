@@ -88,8 +88,10 @@ def tick_table(schedule: Schedule) -> TickTable:
     shape = (schedule.num_ticks, schedule.num_ranks)
     kind, stage, chunk, microbatch = (np.full(shape, fill, np.int32) for fill in (IDLE, -1, -1, -1))
     for r, (order, stages, ticks) in enumerate(zip(schedule.orders, schedule.stages, schedule.ticks, strict=True)):
-        kind[ticks, r], stage[ticks, r] = order.kinds, stages
-        chunk[ticks, r], microbatch[ticks, r] = order.chunks, order.microbatches
+        kind[ticks, r] = order.kinds
+        stage[ticks, r] = stages
+        chunk[ticks, r] = order.chunks
+        microbatch[ticks, r] = order.microbatches
     return TickTable(kind, stage, chunk, microbatch)
 
 
@@ -107,7 +109,8 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
     born, died = ranges["forward_dgrad"]
     ranges["loss"] = np.where(is_last, born, -1), np.where(is_last, died, -1)
     assigned = assign(schedule, ranges)
-    numbers, counts = assigned.numbers, {pool: int(count.max()) for pool, count in assigned.counts.items()}
+    numbers = assigned.numbers
+    counts = {pool: int(count.max()) for pool, count in assigned.counts.items()}
     # Slots in use, bool [max(count, 1), T + 1, P].
     taken = {pool: np.zeros((max(count, 1), len(kind) + 1, schedule.num_ranks), bool) for pool, count in counts.items()}
     for pool, (born, died) in ranges.items():
@@ -157,11 +160,13 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
 def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.ndarray]) -> tuple[dict, dict]:
     """Finds, for each source and pool, the slot of the array that arrives at the end of each tick, or -1; and the hops."""
     kind, stage, microbatch = table.kind, table.stage, table.microbatch
-    ranks, home = schedule.num_ranks, schedule.rank_of_stage
+    ranks = schedule.num_ranks
+    home = schedule.rank_of_stage
     forward = kind == FORWARD
     sends = (kind != IDLE) & (kind != WGRAD) & np.where(forward, stage < schedule.num_stages - 1, stage > 0)
     tick, sender = np.nonzero(sends)
-    up, m = forward[tick, sender], microbatch[tick, sender]
+    up = forward[tick, sender]
+    m = microbatch[tick, sender]
     goes_to = stage[tick, sender] + np.where(up, 1, -1)
     receiver = home[goes_to]
     step = (receiver - sender) % ranks
