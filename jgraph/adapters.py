@@ -257,7 +257,9 @@ def lora(
     names = leaf_names(model.shapes)
     wanted = {name for pattern in targets for name in matching(pattern, names, field="targets")}
     random = jax.eval_shape(lambda: jax.random.key(0))
-    traced = Traced.of(with_batch_axes(partial(model.call, "loss", "train")), model.shapes, model.carried, random, batch)
+    traced = Traced.from_function(
+        with_batch_axes(partial(model.call, "loss", "train")), model.shapes, model.carried, random, batch
+    )
     pairs = zip(names, jax.tree.leaves(model.shapes), strict=True)
     adapters = {name: _adapter(traced, name, leaf.shape, rules or {}) for name, leaf in pairs if name in wanted}
     scale = alpha / rank
@@ -330,7 +332,7 @@ def _run(function: Callable[..., _T], adapters: Mapping[str, Adapter], scale: fl
     base, low = separated(params)
     if not low:
         return function(base, *args)
-    traced = Traced.of(function, base, *args)
+    traced = Traced.from_function(function, base, *args)
     sites: dict[Site, tuple[str, Adapter, bool]] = {}
     for name in low:
         # The parameters of a layer have the ends of the names.

@@ -23,7 +23,8 @@ def _flops_of_jaxpr(jaxpr: core.Jaxpr) -> float:
 
 
 def _flops_of_equation(eqn: core.JaxprEqn) -> float:
-    name, operands, results = eqn.primitive.name, [_shape(v) for v in eqn.invars], [_shape(v) for v in eqn.outvars]
+    name = eqn.primitive.name
+    operands, results = [_shape(v) for v in eqn.invars], [_shape(v) for v in eqn.outvars]
     if name in JITS and eqn.params["name"] in CALLS:
         # The jaxpr of the kernel does not show the number of rows.
         return 2.0 * math.prod(operands[0]) * results[0][-1]

@@ -144,7 +144,8 @@ class Split:
     """
 
     def __init__(self, options: Options):
-        self._options, traced = options, options.stage.traced
+        self._options = options
+        traced = options.stage.traced
         self._traces: dict[Any, StageTrace] = {}
         # Jitted, so that unneeded results are not computed even if the caller does not jit.
         self._forward = jax.jit(traced(replay.exact_products(self._run_forward)))
@@ -154,7 +155,7 @@ class Split:
 
     def __repr__(self) -> str:
         options = self._options
-        which = "every product" + (f" of {', '.join(options.delay)}" if options.delay is not None else "")
+        which = "every product" if options.delay is None else f"every product of {', '.join(options.delay)}"
         fn = options.stage.fn
         return f"Split({getattr(fn, '__name__', fn)}: {which} delayed, recompute={options.recompute!r})"
 
@@ -289,8 +290,9 @@ class Split:
             trace, consts = self._trace(params, x, *extra)
             out, extras, leaves, _ = trace.stage.vjp(consts, params, x, *extra)
             trace.stage.run_callbacks(consts, params, x, *extra)
-        candidates, lifetimes = [*leaves, *extras], trace.lifetimes
-        for_dgrad, for_wgrad = (tuple(candidates[i] for i in places) for places in (lifetimes.for_dgrad, lifetimes.for_wgrad))
+        candidates = [*leaves, *extras]
+        for_dgrad = tuple(candidates[i] for i in trace.lifetimes.for_dgrad)
+        for_wgrad = tuple(candidates[i] for i in trace.lifetimes.for_wgrad)
         y, aux = self._options.y_and_aux(out)
         return (y, Residuals(for_dgrad, for_wgrad, trace), *aux)
 
@@ -307,7 +309,7 @@ class Split:
         def stage(params: Params, *args: Tree) -> Tree:
             return self._options.stage.fn(self._options.stage.params(params), *args)
 
-        traced = Traced.of(stage, *args)
+        traced = Traced.from_function(stage, *args)
         y = traced.out
         if self._options.has_aux and not (isinstance(y, tuple) and len(y) == 2):
             raise SplitError(f"`stage_fn` returns {type(y).__name__}: must return (y, aux) with `has_aux`", field="has_aux")
@@ -339,7 +341,8 @@ def _check_leaves(side: str, tree: Tree) -> None:
 
 @scope("dgrad")
 def _run_dgrad(params: Params, residuals: Residuals, dy: Tree) -> tuple[Tree, Params, Stash]:
-    trace, (leaves, structure) = residuals.trace, jax.tree.flatten(params)
+    trace = residuals.trace
+    leaves, structure = jax.tree.flatten(params)
     with jax.sharding.use_abstract_mesh(trace.stage.mesh):
         dx, early, taps = run_dgrad(trace.stage, trace.candidates, params, residuals.by_index, jax.tree.leaves(dy))
     is_float = [jnp.issubdtype(jnp.result_type(leaf), jnp.floating) for leaf in leaves]
@@ -369,8 +372,11 @@ def _late(params: Params, residuals: Residuals, stash: Stash, *, adding: bool) -
     """Computes the gradients of the delayed parameters, in the structure of params with None for other parameters."""
     # If `adding`, gradients are float32 unless they pass through a cast, and a gradient that a kernel can add to a sum is
     # replaced by a function from the sum to the new sum.
-    trace, kept, (leaves, structure) = residuals.trace, residuals.by_index, jax.tree.flatten(params)
-    stage, again = trace.stage, list[Array]()
+    trace = residuals.trace
+    stage = trace.stage
+    kept = residuals.by_index
+    leaves, structure = jax.tree.flatten(params)
+    again = list[Array]()
     if None in trace.lifetimes.taps_from:
         # Run dgrad with zeros for dy, because only cotangents that do not depend on dy are read from it.
         dy = jax.tree.leaves(jax.tree.map(replay.zeros, stage.y))
@@ -386,7 +392,8 @@ def _late(params: Params, residuals: Residuals, stash: Stash, *, adding: bool) -
         return [w for w in found if not isinstance(w, Missing)]
 
     products, pull_back = jax.vjp(weights, delayed)
-    cotangents, extras = [], iter(kept[i] for i in trace.candidates.extras)
+    cotangents = []
+    extras = iter(kept[i] for i in trace.candidates.extras)
     operands = [again[i] if place is None else stash.arrays[place] for i, place in enumerate(trace.lifetimes.taps_from)]
     taps = jax.tree.unflatten(jax.tree.structure(stage.taps()), operands)
     # Functions that add a gradient, by the index of a parameter that is the unchanged weight of exactly one matmul.

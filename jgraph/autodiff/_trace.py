@@ -159,7 +159,8 @@ def replaced(values: Iterable[_Value], flags: Sequence[bool], others: Iterable[_
 def make_trace(owner: Options, traced: Traced, args: tuple[Tree, ...]) -> StageTrace:
     """Finds the matmuls of a traced stage and decides which arrays are saved. Traces dgrad, and runs nothing."""
     # `args` are (params, x, *extra). Only the gradients of the first leaves, `owner.stage.params(params)`, can be delayed.
-    paths, with_callbacks = leaf_names(owner.stage.params(args[0])), traced.jaxpr
+    paths = leaf_names(owner.stage.params(args[0]))
+    with_callbacks = traced.jaxpr
     jaxpr = replay.without_callbacks(with_callbacks)
     _check_callbacks(jaxpr)
     # The trace is used by later calls, with other tracers.
@@ -188,10 +189,11 @@ def make_trace(owner: Options, traced: Traced, args: tuple[Tree, ...]) -> StageT
 
 def _delayable(owner: Options, traced: Traced, paths: Sequence[str]) -> Traced:
     """Finds the parameters with gradients that wgrad can compute, and ignores auxiliary outputs."""
-    delay, leaves = owner.delay, jax.tree.leaves(traced.args[0])
+    delay = owner.delay
+    leaves = jax.tree.leaves(traced.args[0])
     for pattern in delay or ():
         if not any(fnmatchcase(path, pattern) for path in paths):
-            names = f"{', '.join(paths[:8])}{' ...' * (len(paths) > 8)}"
+            names = ", ".join(paths[:8]) + (" ..." if len(paths) > 8 else "")
             raise SplitError(f"`delay` has {pattern!r}, which matches no parameter: must match one of {names}", field="delay")
     selected = [delay is None or any(fnmatchcase(path, p) for p in delay) for path in paths]
     selected += [False] * (len(leaves) - len(paths))
@@ -281,15 +283,18 @@ def _with_lifetimes(stage: TappedStage) -> tuple[StageTrace, list[bool]]:
     """Sorts the candidates by lifetime. Returns the trace, and a flag for each matmul that should save its data."""
     consts, (params, *args) = stage.blanks()
     candidates = _find_candidates(stage, consts, params, *args)
-    avals, places = candidates.avals, sorted({i for i in candidates.keep if i is not None})
+    avals = candidates.avals
+    places = sorted({i for i in candidates.keep if i is not None})
 
     def dgrad(kept: list[Array], dy: list[Array], params: Params) -> tuple[Tree, list[Array], list[Array]]:
         return run_dgrad(stage, candidates, params, dict(zip(places, kept, strict=True)), dy)
 
-    kept, dy = [replay.zeros(avals[i]) for i in places], jax.tree.leaves(jax.tree.map(replay.zeros, stage.y))
+    kept = [replay.zeros(avals[i]) for i in places]
+    dy = jax.tree.leaves(jax.tree.map(replay.zeros, stage.y))
     closed, (dx, early, taps) = jax.make_jaxpr(dgrad, return_shape=True)(kept, dy, params)
     _check_callbacks(closed.jaxpr)
-    jaxpr, num_gradients = closed.jaxpr, len(jax.tree.leaves((dx, early)))
+    jaxpr = closed.jaxpr
+    num_gradients = len(jax.tree.leaves((dx, early)))
 
     def sources(outputs: Sequence[int]) -> tuple[set[int], bool]:
         """Returns the residuals that `outputs` depend on, and True if only cheap primitives compute them, without dy."""

@@ -244,7 +244,8 @@ def exact_products(fn: Callable[..., _Result]) -> Callable[..., _Result]:
         products = set[int]()  # ids of variables
 
         def evaluate(_: int, eqn: core.JaxprEqn, read: Reader[jax.Array]) -> Sequence[jax.Array]:
-            values, name = [read(v) for v in eqn.invars], eqn.primitive.name
+            name = eqn.primitive.name
+            values = [read(v) for v in eqn.invars]
             is_exact = name == "reduce_precision" and products.issuperset(map(id, eqn.invars)) and _keeps_all_bits(eqn)
             products.update(map(id, eqn.outvars) if is_exact or name == "dot_general" else ())
             return values if is_exact else apply(eqn, values)

@@ -147,14 +147,16 @@ def _walk(
     stray: dict[int, str], block: Block, given: Mapping[core.Var, _Value], lead: tuple[int, ...], wanted: Sequence[bool]
 ) -> list[_Value]:
     """Classifies all variables of a block. Adds the sites to the block, and the stray parameters to `stray`."""
-    jaxpr, (live, _) = block.jaxpr, replay.live_variables(block.jaxpr, wanted)
+    jaxpr = block.jaxpr
+    live, _ = replay.live_variables(jaxpr, wanted)
     env: Environment[_Value] = dict.fromkeys(jaxpr.constvars, _CONSTANT) | dict(given)
 
     def read(atom: Atom) -> _Value:
         return _CONSTANT if isinstance(atom, core.Literal) else env[atom]
 
     for i, eqn in enumerate(jaxpr.eqns):
-        name, values = _name_of(eqn), [read(v) for v in eqn.invars]
+        name = _name_of(eqn)
+        values = [read(v) for v in eqn.invars]
         flags = [v in live for v in eqn.outvars]
         used = frozenset().union(*(v.params for v in values if not v.data and any(flags)))
         out = [_DATA] * len(eqn.outvars)
@@ -172,7 +174,8 @@ def _walk(
             block.sites[i] = Site(eqn, weight, lead, value.params, value.moved, value.view)
         elif name == replay.SCAN:
             inner = block.calls[i] = Block(replay.body(eqn))
-            (consts, carry), inside = replay.scan_counts(eqn), replay.wanted_inside(eqn, flags)
+            consts, carry = replay.scan_counts(eqn)
+            inside = replay.wanted_inside(eqn, flags)
             _mark(stray, values[consts : consts + carry], "the carry of a scan", inside)
             fixed = [replace(value, view=None) for value in values[:consts]]
             entering = [*fixed, *[_DATA] * carry, *values[consts + carry :]]
@@ -206,7 +209,7 @@ class Traced:
     wanted: Sequence[bool]  # for each leaf of the result, False to ignore matmuls that only it needs
 
     @classmethod
-    def of(cls, fn: Callable[..., Tree], params: Params, *args: Tree) -> Self:
+    def from_function(cls, fn: Callable[..., Tree], params: Params, *args: Tree) -> Self:
         """Traces a function of arrays or shapes. JAX caches the trace by shapes and dtypes."""
         closed, out = jax.make_jaxpr(fn, return_shape=True)(params, *args)
         shapes = jax.tree.unflatten(jax.tree.structure((params, *args)), closed.in_avals)
@@ -225,7 +228,8 @@ class Traced:
 
     @cached_property
     def _found(self) -> tuple[Block, dict[int, str]]:
-        block, variables = Block(self.jaxpr), (*self.jaxpr.constvars, *self.jaxpr.invars)
+        block = Block(self.jaxpr)
+        variables = (*self.jaxpr.constvars, *self.jaxpr.invars)
         params = zip(jax.tree.leaves(self.args[0]), self.replaceable, strict=True)
         given = [_DATA if const is MISSING or isinstance(const, Tracer) else _CONSTANT for const in self.consts]
         given += [
@@ -278,18 +282,22 @@ class Traced:
 def _run(
     block: Block, consts: Sequence[Array], args: Sequence[Array], given: Sequence[Given | None], multiply: Multiply[Given]
 ) -> tuple[list[Array], list[_Extra]]:
-    left, extras = iter(given), list[_Extra]()
+    left = iter(given)
+    extras = list[_Extra]()
 
     def evaluate(i: int, eqn: core.JaxprEqn, read: Reader[Array]) -> Sequence[Array]:
         values = [read(v) for v in eqn.invars]
         if i in block.sites:
-            site, own, extra = block.sites[i], next(left), tuple(values[2:])
+            site = block.sites[i]
+            own = next(left)
+            extra = tuple(values[2:])
             x, w = values[site.data], values[site.weight]
             extras.append(extra)
             return [site.run(x, w, extra) if own is None else multiply(site, x, w, extra, own)]
         if i not in block.calls:
             return replay.apply(eqn, values)
-        inner, run = block.calls[i], _run_scan if eqn.primitive.name == replay.SCAN else _run_call
+        inner = block.calls[i]
+        run = _run_scan if eqn.primitive.name == replay.SCAN else _run_call
         out, more = run(inner, eqn, values, list(islice(left, len(inner.all_sites()))), multiply)
         extras.extend(more)
         return out
@@ -331,7 +339,8 @@ def _weights(block: Block, consts: Sequence[Known], args: Sequence[Known], keep_
     weights = list[Known]()
 
     def evaluate(i: int, eqn: core.JaxprEqn, read: Reader[Known]) -> Sequence[Known]:
-        values, out = [read(v) for v in eqn.invars], list[Known]([MISSING] * len(eqn.outvars))
+        values = [read(v) for v in eqn.invars]
+        out = list[Known]([MISSING] * len(eqn.outvars))
         known = [value for value in values if not isinstance(value, Missing)]
         if i in block.sites:
             weights.append(values[block.sites[i].weight])

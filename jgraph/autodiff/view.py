@@ -46,7 +46,8 @@ def moved(view: View | None, eqn: core.JaxprEqn) -> View | None:
 
 def _reshaped(view: View, shape: Sequence[int]) -> View | None:
     """Divides the factors among new axes; None if an axis is no product of them."""
-    factors, axes = [*axis_of(factor for axis in view for factor in axis)], []
+    factors = [*axis_of(factor for axis in view for factor in axis)]
+    axes = []
     for length in shape:
         own = []
         while length > 1:
@@ -64,7 +65,9 @@ def _reshaped(view: View, shape: Sequence[int]) -> View | None:
 
 def of_slice(view: View) -> View:
     """Returns the view in a slice of the parameter that has only the given axes."""
-    strides, size = {}, 1
+    strides = {}
+    size = 1
     for length, stride in sorted((factor for axis in view for factor in axis), key=lambda factor: factor[1]):
-        strides[stride], size = size, size * length
+        strides[stride] = size
+        size *= length
     return tuple(axis_of((length, strides[stride]) for length, stride in axis) for axis in view)

@@ -156,7 +156,7 @@ class FP8Function(OwnProducts):
             ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
                 or if `config.blocks` is `inner` and no parameter name has a number.
         """
-        traced = Traced.of(self.fn, params, *args)
+        traced = Traced.from_function(self.fn, params, *args)
         products = _products(traced.sites, traced.names, self.config)
         if all(product.kept for product in products):
             reasons = (

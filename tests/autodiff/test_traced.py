@@ -29,7 +29,7 @@ def scaled(site, x, w, extra, factor):
 @pytest.mark.parametrize("jit", [False, True])
 def test_the_arguments_of_a_matmul_in_a_scan_have_a_row_for_each_iteration(jit):
     def run(params, x, factors):
-        return Traced.of(layers, params, x).run(scaled, [factors, None], params, x)[0]
+        return Traced.from_function(layers, params, x).run(scaled, [factors, None], params, x)[0]
 
     factors = jnp.array([1.0, -2.0, 0.5])  # Exact in bfloat16.
     found = (jax.jit(run) if jit else run)(PARAMS, X, factors)
@@ -39,7 +39,7 @@ def test_the_arguments_of_a_matmul_in_a_scan_have_a_row_for_each_iteration(jit):
 
 @pytest.mark.parametrize(("keep_dtype", "dtype"), [(True, jnp.bfloat16), (False, jnp.float32)])
 def test_weights_have_an_axis_for_each_scan_and_skip_casts_if_asked(keep_dtype, dtype):
-    traced = Traced.of(layers, PARAMS, X)
+    traced = Traced.from_function(layers, PARAMS, X)
     stacked, last = traced.weights(jax.tree.leaves(PARAMS), keep_dtype=keep_dtype)
     assert stacked.dtype == dtype
     np.testing.assert_array_equal(stacked.astype(jnp.bfloat16), PARAMS["layers"])
@@ -47,14 +47,14 @@ def test_weights_have_an_axis_for_each_scan_and_skip_casts_if_asked(keep_dtype, 
 
 
 def test_the_weights_of_missing_parameters_are_missing():
-    traced, (last, stacked) = Traced.of(layers, PARAMS, X), jax.tree.leaves(PARAMS)
+    traced, (last, stacked) = Traced.from_function(layers, PARAMS, X), jax.tree.leaves(PARAMS)
     assert traced.weights([last, MISSING], keep_dtype=True)[0] is MISSING
     assert traced.weights([MISSING, stacked], keep_dtype=True)[1] is MISSING
 
 
 def test_a_traced_array_that_the_function_closes_over_is_data():
     def run(factor):
-        traced = Traced.of(lambda w, x: x @ (w * factor), PARAMS["last"], X)
+        traced = Traced.from_function(lambda w, x: x @ (w * factor), PARAMS["last"], X)
         assert (traced.sites, traced.stray) == ((), {0: "mul"})
         return traced.run(scaled, [], PARAMS["last"], X)[0]
 
