@@ -51,7 +51,9 @@ def check_types(config: Any, *, prefix: str = "") -> None:
     """Checks the values of the fields of a dataclass against their annotations. Errors name them after `prefix`."""
     # A `float` field may hold an int. A bool is not a number. Fields of types that are not named here are not checked.
     for name, kind in typing.get_type_hints(type(config)).items():
-        field, value, choices = prefix + name, getattr(config, name), typing.get_args(kind)
+        field = prefix + name
+        value = getattr(config, name)
+        choices = typing.get_args(kind)
         if typing.get_origin(kind) is Literal:
             check_choice(field, value, choices)
         elif typing.get_origin(kind) is tuple and typing.get_origin(choices[0]) is Literal:

@@ -109,7 +109,8 @@ def token_axes(shape: Sequence[int]) -> PartitionSpec:
     # rows of a device are contiguous in the gathered array, so that all-gathers and reduce-scatters need no copies. If they
     # cannot share it equally, they share the tokens of each sequence (Korthikanti et al., arXiv:2205.05198), or none.
     *lead, T, _ = shape
-    none, tensor = [None] * len(lead), partitioned(Axis.TENSOR)
+    none = [None] * len(lead)
+    tensor = partitioned(Axis.TENSOR)
     if lead and lead[0] % tensor == 0:
         return PartitionSpec(Axis.TENSOR.value, *none[1:], Axis.CONTEXT.value)
     is_even = T % (partitioned(Axis.CONTEXT) * tensor) == 0
@@ -123,7 +124,7 @@ def per_shard(fn: Callable[..., _T], in_specs: Specs, out_specs: Specs) -> Calla
     axes = {axis for axis in PARTITIONED_AXES if partitioned(axis) > 1}
     if not axes:
         return fn
-    in_specs, out_specs = (_with_axes(specs, axes.__contains__) for specs in (in_specs, out_specs))
+    in_specs, out_specs = (_with_axes(specs, axes) for specs in (in_specs, out_specs))
     mesh = jax.sharding.get_abstract_mesh()
     # With axes of size one, so that no axis remains: cuDNN's attention needs that.
     manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
@@ -153,11 +154,13 @@ def summable(x: Array) -> Array:
     return x.astype("float32") if on_cpu() else x
 
 
-def _with_axes(specs: Specs, is_kept: Callable[[str], bool]) -> Specs:
-    def of(spec: PartitionSpec) -> PartitionSpec:
-        return PartitionSpec(*[tuple(filter(is_kept, axis_names(names))) for names in spec])
+def _with_axes(specs: Specs, axes: set[str]) -> Specs:
+    """Leaves other mesh axes than `axes` out of PartitionSpecs."""
 
-    return jax.tree.map(of, specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    def filtered(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*[tuple(name for name in axis_names(names) if name in axes) for names in spec])
+
+    return jax.tree.map(filtered, specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -100,7 +100,9 @@ class Checkpoints:
     ):
         require(isinstance(keep, int) and keep > 0, "keep", repr(keep), "a positive integer")
         self._directory = Path(directory).absolute()
-        self._keep, self._warn, self._wait = keep, warn, wait
+        self._keep = keep
+        self._warn = warn
+        self._wait = wait
         self._unread: tuple[int, _Digest] | None = None  # step and digest of a save that was not read back yet
         check_path(self._directory)
         with self._write_errors():
@@ -143,7 +145,8 @@ class Checkpoints:
         if self.latest_step == step:
             return
         with self._write_errors():
-            leaves, described = jax.tree.leaves(state), _describe(state)
+            leaves = jax.tree.leaves(state)
+            described = _describe(state)
             sums = checksums(leaves, self._wait)
             # The digest has a checksum too, so that a flipped digit in it is not reported as another model.
             digest: _Digest = {"leaves": described, "checksums": sums, "step": step, "crc": _crc(described, sums, step)}
@@ -232,7 +235,8 @@ class Checkpoints:
         if unread is None or not is_process_zero():
             return
         step, digest = unread
-        path, sizes = self._manager.directory / str(step), [math.prod(leaf["shape"]) for leaf in digest["leaves"]]
+        path = self._manager.directory / str(step)
+        sizes = [math.prod(leaf["shape"]) for leaf in digest["leaves"]]
         leaves: list[Any] = [ocp.PLACEHOLDER] * len(sizes)
         leaves[sizes.index(min(sizes))] = 0
         how = ocp.args.PyTreeRestore(leaves, restore_args=[ocp.RestoreArgs(restore_type=np.ndarray)] * len(sizes))  # pyright: ignore[reportCallIssue]
@@ -245,7 +249,8 @@ class Checkpoints:
     def _restore(self, step: int, like: State) -> State:
         leaves = [_placed(leaf) for leaf in jax.tree.leaves(like)]
         digest = self._read(step, "digest", ocp.args.JsonRestore())  # pyright: ignore[reportCallIssue]
-        expected, saved = _unseal(digest), digest["leaves"]
+        expected = _unseal(digest)
+        saved = digest["leaves"]
         _check_step(self._directory / str(step), digest)
         self._check_fits(step, saved, _describe(like))
         restore_args = ocp.checkpoint_utils.construct_restore_args(leaves)
@@ -320,7 +325,8 @@ class CheckpointReader:
 
     # The step is None for the newest.
     def __init__(self, directory: Path, step: int | None = None, *, field: str = "step"):
-        self._directory, self._field = Path(directory).absolute(), field
+        self._directory = Path(directory).absolute()
+        self._field = field
         check_path(self._directory, "\\")
         if not self._directory.is_dir():
             raise CheckpointError(f"{directory}: there is no checkpoint yet")
@@ -357,7 +363,8 @@ class CheckpointReader:
         for name, leaf in like.items():
             number, saved = self._leaf(name)
             if tuple(saved["shape"]) != leaf.shape:
-                where, shapes = self._directory / str(self.step), f"{saved['shape']} in it and {list(leaf.shape)} in this run"
+                where = self._directory / str(self.step)
+                shapes = f"{saved['shape']} in it and {list(leaf.shape)} in this run"
                 raise CheckpointError(f"checkpoint {where} does not fit this run: {name} has shape {shapes}", field=self._field)
             aval = _placed(jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved["dtype"]), sharding=leaf.sharding))
             leaves[number], restore_args[number] = aval, ocp.ArrayRestoreArgs(sharding=aval.sharding, dtype=aval.dtype)
@@ -396,7 +403,9 @@ def _attempt(read: Callable[[], _T]) -> tuple[_T | None, str]:
     """Returns the result of a function that reads files, and "" or the reason why it failed."""
     # Orbax, TensorStore and JSON raise different errors for damaged files. Python prints tracebacks for the coroutines of a
     # failed read when it collects them. The error is not returned, because it would keep them alive.
-    hook, result, reason = sys.unraisablehook, None, ""
+    result = None
+    reason = ""
+    hook = sys.unraisablehook
     sys.unraisablehook = lambda unraisable: None
     try:
         try:
@@ -479,7 +488,8 @@ def _checksum(leaf: Array) -> Array:
     words = jax.lax.bitcast_convert_type(words, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
     axes = tuple(range(words.ndim - is_wide))
     # Positions are computed axis by axis, because flattening would reshard a leaf on several devices.
-    place, stride = jnp.zeros(words.shape, jnp.uint32), 1
+    place = jnp.zeros(words.shape, jnp.uint32)
+    stride = 1
     for axis in reversed(axes):
         place += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
         stride *= words.shape[axis]
