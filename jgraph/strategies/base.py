@@ -243,14 +243,6 @@ class Strategy(Protocol):
 
 
 def summary(mesh: Mesh | None, shapes: Params) -> str:
-    """Describes a mesh and the size of a model in a few words, for `repr`.
-
-    Args:
-        mesh: The devices; None for one device.
-        shapes: Arrays or shapes of the parameters.
-
-    Returns:
-        A text such as `fsdp=4, 1,024 parameters`; without a mesh, `one device, 1,024 parameters`.
-    """
+    """Returns a text for `repr`, such as `fsdp=4, 1,024 parameters`; without a mesh, `one device, 1,024 parameters`."""
     devices = "one device" if mesh is None else ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     return f"{devices}, {sum(leaf.size for leaf in jax.tree.leaves(shapes)):,} parameters"

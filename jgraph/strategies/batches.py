@@ -19,15 +19,9 @@ from jgraph.types import Batch, Leaf
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Places the rows of a batch on devices.
+    """Places the rows of a batch: microbatch m of M has the rows [m * B/M, (m + 1) * B/M) of B.
 
-    Microbatch m of M consists of rows [m * B/M, (m + 1) * B/M) of a batch of B rows. Each data rank (device with its own rows)
-    has an equal, consecutive part of every microbatch. A placed batch has leaves [M, B/M, ...], with the second axis sharded
-    over the data ranks. If `mesh` is None, there is one data rank, and a placed batch is the batch itself.
-
-    Attributes:
-        mesh: The devices; None for one device.
-        num_microbatches: M.
+    Each data rank (device with its own rows) has an equal, consecutive part of every microbatch.
     """
 
     mesh: Mesh | None
@@ -35,21 +29,11 @@ class BatchLayout:
 
     @property
     def sharding(self) -> NamedSharding | None:
-        """Sharding of the leaves of a placed batch: the second axis over the data ranks. None if `mesh` is None."""
+        """Sharding of the leaves [M, B/M, ...] of a placed batch. None without a mesh, where a batch is not placed."""
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(None, batch_axes(self.mesh)))
 
     def rows(self, count: int) -> np.ndarray:
-        """Lists the rows that this process must read from a batch.
-
-        Args:
-            count: B, the number of rows of the whole batch.
-
-        Returns:
-            int64 indices in [0, B), ascending: the rows of all devices of this process. All rows if `mesh` is None.
-
-        Raises:
-            ShapeError: If M times the number of data ranks does not divide `count`.
-        """
+        """Returns the ascending indices of the rows that this process must read, for a batch of `count` rows."""
         self.microbatch(jax.ShapeDtypeStruct((count,), jnp.int32))  # raises ShapeError
         index_MB = np.arange(count).reshape(self.num_microbatches, -1)
         if self.sharding is None:
@@ -58,20 +42,7 @@ class BatchLayout:
         return np.unique(np.concatenate([index_MB[part].ravel() for part in parts if part is not None]))
 
     def place(self, batch: Batch) -> Batch:
-        """Copies the rows of this process to its devices. Sends no row to another process.
-
-        Args:
-            batch: Tree of NumPy or JAX arrays [B, ...]. With several processes, only the rows that `rows` lists for this
-                process, in that order.
-
-        Returns:
-            The placed batch. On a mesh, JAX arrays [M, B/M, ...] with the sharding `sharding`, where B counts the rows of all
-            processes. If `mesh` is None, `batch` itself, unchanged and unchecked.
-
-        Raises:
-            ShapeError: If there is a mesh, and a leaf is not an array of numbers, or the microbatches and data ranks cannot
-                share the rows equally.
-        """
+        """Documented at `TrainStep.place`."""
         sharding = self.sharding
         if sharding is None:
             return batch
@@ -90,19 +61,7 @@ class BatchLayout:
         return jax.tree.map(place, batch)
 
     def placed_shapes(self, batch: Batch) -> Batch:
-        """Computes the shapes and shardings of a placed batch. Places nothing.
-
-        Args:
-            batch: Arrays or shapes of a whole batch, leaves [B, ...]. Or those of a placed batch, with shardings, which may be
-                on another mesh of the same shape and axis names.
-
-        Returns:
-            A tree of `jax.ShapeDtypeStruct`. On a mesh, [M, B/M, ...] with the sharding `sharding`. If `mesh` is None, the
-            shapes of `batch`, without shardings.
-
-        Raises:
-            ShapeError: If a leaf is not an array of numbers, or the microbatches and data ranks cannot share its rows equally.
-        """
+        """Documented at `TrainStep.placed_shapes`."""
         sharding, num_microbatches = self.sharding, self.num_microbatches
 
         def is_placed(leaf: Leaf) -> bool:
@@ -124,17 +83,7 @@ class BatchLayout:
         return jax.tree.map(shape, batch)
 
     def microbatch(self, batch: Batch) -> Batch:
-        """Computes the shapes of the part of a microbatch that one data rank gets.
-
-        Args:
-            batch: Arrays or shapes of a whole batch, leaves [B, ...].
-
-        Returns:
-            A tree of `jax.ShapeDtypeStruct`, [B / (M * number of data ranks), ...], without shardings.
-
-        Raises:
-            ShapeError: If a leaf is not an array of numbers, or the microbatches and data ranks cannot share its rows equally.
-        """
+        """Returns the shapes of a microbatch on one data rank, [B / (M * number of data ranks), ...]."""
         return self._share(batch, num_data_ranks(self.mesh), "data ranks")
 
     def _share(self, batch: Batch, ranks: int, what: str) -> Batch:
@@ -153,10 +102,7 @@ class BatchLayout:
         return jax.tree_util.tree_map_with_path(share, batch)
 
     def by_microbatch(self, placed: Batch) -> Batch:
-        """Converts a placed batch to leaves [M, B/M, ...]. Can be traced.
-
-        If `mesh` is None, reshapes leaves [B, ...]. Otherwise, returns `placed` itself, which has these shapes already.
-        """
+        """Converts a placed batch to leaves [M, B/M, ...], which it has already on a mesh. Can be traced."""
         if self.mesh is not None:
             return placed
         return by_microbatch(placed, self.num_microbatches)
@@ -169,13 +115,5 @@ class BatchLayout:
 
 
 def by_microbatch(batch: Batch, num_microbatches: int) -> Batch:
-    """Reshapes a batch to microbatches. A pure function of arrays.
-
-    Args:
-        batch: Leaves [B, ...].
-        num_microbatches: M. If it does not divide B, JAX raises an error.
-
-    Returns:
-        Leaves [M, B/M, ...]. Microbatch m has the rows [m * B/M, (m + 1) * B/M).
-    """
+    """Reshapes leaves [B, ...] to [M, B/M, ...]. If M does not divide B, JAX raises an error."""
     return jax.tree.map(lambda leaf: jnp.reshape(leaf, (num_microbatches, -1, *leaf.shape[1:])), batch)

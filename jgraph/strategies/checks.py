@@ -28,15 +28,7 @@ _NOT_TRAINED = "parameters must be floating; pass other arrays as `carried` stat
 
 
 def check_count(field: str, value: int) -> None:
-    """Checks that an argument is a positive integer, and no bool.
-
-    Args:
-        field: Name of the argument, for the error.
-        value: Its value.
-
-    Raises:
-        ConfigError: If `value` is not an integer, is a bool, or is less than 1.
-    """
+    """Checks that an argument is a positive integer, and no bool."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"`{field}` is {_shown(value)}: must be a positive integer", field=field)
 
@@ -53,7 +45,7 @@ def check_split(mesh: Mesh | None, params: Description) -> None:
 
 
 def check_clip_norm(value: float | None) -> None:
-    """Raises ConfigError unless `value`, the argument `clip_norm` of a step, is a positive number or None."""
+    """Checks the argument `clip_norm` of a step."""
     fits = value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) > 0)
     if not fits:
         must = "must be a positive number, or None to not clip"
@@ -61,18 +53,7 @@ def check_clip_norm(value: float | None) -> None:
 
 
 def float_dtype(field: str, value: DTypeLike | None) -> np.dtype:
-    """Converts an argument to a floating dtype.
-
-    Args:
-        field: Name of the argument, for the error.
-        value: Its value, for example `jnp.float32` or "bfloat16".
-
-    Returns:
-        The dtype, a `numpy.dtype`.
-
-    Raises:
-        ConfigError: If `value` is None or not a floating dtype.
-    """
+    """Converts an argument to a floating dtype. Refuses None."""
     try:
         dtype = None if value is None else jnp.dtype(value)
     except TypeError:
@@ -83,15 +64,7 @@ def float_dtype(field: str, value: DTypeLike | None) -> np.dtype:
 
 
 def check_fp8(config: FP8Config | None, batch: Batch) -> None:
-    """Checks the arguments `fp8` and `batch` of a step.
-
-    Args:
-        config: The argument `fp8`.
-        batch: The argument `batch`.
-
-    Raises:
-        ConfigError: If `config` is neither an `FP8Config` nor None, or `config` is set and `batch` is None.
-    """
+    """Checks the arguments `fp8` and `batch` of a step."""
     if config is not None and not isinstance(config, FP8Config):
         must = "must be a jgraph.FP8Config, or None for no matmuls in FP8"
         raise ConfigError(f"`fp8` is {config!r}: {must}", field="fp8")
@@ -100,17 +73,7 @@ def check_fp8(config: FP8Config | None, batch: Batch) -> None:
 
 
 def random_key(value: Key | int) -> Key:
-    """Converts the argument `key` of a step to a random key.
-
-    Args:
-        value: An integer seed in [-2**63, 2**63), a key of `jax.random.key`, or a uint32 vector of `jax.random.PRNGKey`.
-
-    Returns:
-        For an integer, the key `jax.random.key(value)`. Otherwise, `value` itself.
-
-    Raises:
-        ConfigError: For any other value, such as an array of several keys.
-    """
+    """Converts a seed to a key. A key of `jax.random.key`, or a uint32 vector of `jax.random.PRNGKey`, is returned itself."""
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
         return jax.random.key(int(value))
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
@@ -121,19 +84,7 @@ def random_key(value: Key | int) -> Key:
 
 
 def strings(field: str, value: Iterable[str], *, example: str) -> tuple[str, ...]:
-    """Converts a collection of strings to a tuple.
-
-    Args:
-        field: Name of the argument, for the error.
-        value: Its value.
-        example: A valid element, for the error.
-
-    Returns:
-        A tuple of the strings, in the order of `value`.
-
-    Raises:
-        ConfigError: If `value` is a single string, or not a collection of strings.
-    """
+    """Converts a collection of strings to a tuple. `example` is a valid element, for the error."""
     found = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
     if found is None or not all(isinstance(each, str) for each in found):
         raise ConfigError(f"`{field}` is {_shown(value)}: must be a sequence of strings, e.g. ({example!r},)", field=field)
@@ -144,15 +95,7 @@ def strings(field: str, value: Iterable[str], *, example: str) -> tuple[str, ...
 
 
 def check_shapes(strategy: Any) -> None:
-    """Checks the argument `strategy` of a step.
-
-    Args:
-        strategy: The argument. Only its attributes `bind` and `shapes` are read; `bind` is not called.
-
-    Raises:
-        ConfigError: If `strategy` is a class, lacks the method `bind` or the attribute `shapes`, or a leaf of `shapes` is not a
-            floating array or shape.
-    """
+    """Checks the argument `strategy` of a step by its attributes `bind` and `shapes`. Does not call `bind`."""
     if not callable(getattr(strategy, "bind", None)) or not hasattr(strategy, "shapes") or isinstance(strategy, type):
         must = "must be jgraph.Replicated, jgraph.FullySharded, jgraph.Pipelined or jgraph.TensorParallel"
         raise ConfigError(f"`strategy` is {_shown(strategy)}: {must}", field="strategy")
@@ -163,29 +106,12 @@ def check_shapes(strategy: Any) -> None:
 
 
 def check_params(tree: Params, shapes: Params) -> None:
-    """Checks that parameters have the structure and shapes of `shapes`. Their dtypes may differ.
-
-    Args:
-        tree: Parameters in the model's own tree: arrays, shapes or Python numbers.
-        shapes: The attribute `shapes` of the strategy: arrays or shapes in the model's own tree.
-
-    Raises:
-        ShapeError: If the structure or a shape differs, or a leaf is not a floating array. The message has the path of the
-            leaf.
-    """
+    """Checks that parameters have the structure and shapes of `shapes`. Their dtypes may differ."""
     _check_tree("`params`", tree, shapes, like="the `shapes` of the strategy", field="params", dtypes="floating")
 
 
 def check_carried(tree: Carried, shapes: Carried) -> None:
-    """Checks carried state against the argument `carried` of `train_step`.
-
-    Args:
-        tree: The carried state: arrays, shapes or Python numbers.
-        shapes: The arrays or shapes that were passed to `train_step`.
-
-    Raises:
-        ShapeError: If the structure, a shape or a dtype differs. The message has the path of the leaf.
-    """
+    """Checks that carried state has the structure, shapes and dtypes of the argument `carried` of `train_step`."""
     if not jax.tree.leaves(tree) and (names := leaf_names(shapes)):
         must = f"must be the initial state, because the step carries {', '.join(names)}"
         raise ShapeError(f"`carried` is {tree!r}: {must}", field="carried")
@@ -193,20 +119,7 @@ def check_carried(tree: Carried, shapes: Carried) -> None:
 
 
 def reductions_of(carried: Carried, reductions: Reductions) -> Reductions:
-    """Returns one reduction for each leaf of the carried state.
-
-    Args:
-        carried: Arrays or shapes.
-        reductions: `mean`, `sum`, `max`, `last` or `halt` for all leaves, or a tree with the structure of `carried` and one of
-            these names for each leaf.
-
-    Returns:
-        A tree with the structure of `carried` and one of these names for each leaf.
-
-    Raises:
-        ConfigError: If a leaf of `carried` is not an array, a name is unknown, the trees differ, or a leaf with the reduction
-            `halt` is not an integer.
-    """
+    """Returns a tree with the reduction of each leaf of the carried state, from such a tree or one name for all leaves."""
     for name, leaf in _named(carried):
         if not _is_array(leaf):
             must = "must have arrays or jax.ShapeDtypeStruct"
@@ -225,19 +138,7 @@ def reductions_of(carried: Carried, reductions: Reductions) -> Reductions:
 
 
 def _check_tree(label: str, tree: Tree, expected: Tree, *, like: str, field: str, dtypes: Literal["equal", "floating"]) -> None:
-    """Checks a tree of arrays against a tree of shapes.
-
-    Args:
-        label: The name of the tree in messages.
-        tree: Arrays, shapes or Python numbers.
-        expected: Shapes.
-        like: The name of `expected` in messages.
-        field: The invalid argument.
-        dtypes: Whether dtypes must be `equal` to the expected ones or any `floating` ones.
-
-    Raises:
-        ShapeError: If the structure, a shape or a dtype differs. The message has the path of the leaf.
-    """
+    """Checks `tree`, called `label` in messages, against the shapes `expected`, called `like`."""
     if (problem := _difference(label, tree, expected, like=like)) is not None:
         raise ShapeError(problem, field=field)
     for (name, leaf), must in zip(_named(tree), jax.tree.leaves(expected), strict=True):
@@ -252,10 +153,7 @@ def _check_tree(label: str, tree: Tree, expected: Tree, *, like: str, field: str
 
 
 def check_batch(batch: Batch) -> None:
-    """Raises ShapeError unless each leaf of a batch is an array or shape with a dtype of numbers, bools or random keys.
-
-    Python numbers and None count as leaves that are not arrays. The numbers of rows are not checked.
-    """
+    """Checks that each leaf of a batch is an array of numbers. Does not check the numbers of rows."""
     if batch is None:
         raise ShapeError("`batch` is None: must be a tree of arrays with rows as first axes", field="batch")
     for name, leaf in _named(batch):
@@ -267,7 +165,7 @@ def check_batch(batch: Batch) -> None:
 
 
 def has_rows(leaf: Leaf, multiple: int) -> bool:
-    """Returns True if `leaf` is an array of numbers, and `multiple` divides the length of its first axis."""
+    """True for an array of numbers with a first axis that `multiple` divides."""
     return _is_array(leaf) and _is_numeric(leaf.dtype) and len(leaf.shape) > 0 and leaf.shape[0] % multiple == 0
 
 
@@ -275,30 +173,14 @@ def has_rows(leaf: Leaf, multiple: int) -> bool:
 
 
 def check_function(loss: LossFunction | LossInParts) -> LossFunction:
-    """Returns the loss. Raises ConfigError unless it is callable. Does not check its parameters."""
+    """Returns the loss if it is callable. Does not check its parameters."""
     if not callable(loss):
         raise ConfigError(f"`loss` is {_shown(loss)}: must be a function of params, batch and key", field="loss")
     return loss
 
 
 def checked_loss(loss: LossFunction | LossInParts, carried: Carried) -> LossFunction | LossInParts:
-    """Wraps a loss function with checks of its result. Calls nothing itself.
-
-    Args:
-        loss: `loss(params, batch, key)`, or `loss(params, batch, key, carried)` if there is carried state. An object that is
-            not callable, such as a `PipelineModel`, is returned unchanged.
-        carried: Arrays or shapes of the carried state; {} if there is none.
-
-    Returns:
-        A function with the same arguments and results as `loss`. Python numbers in the carried state of its result are
-        converted to arrays. `loss` itself if it is not callable.
-
-    Raises:
-        ConfigError: If `loss` is callable and does not take these arguments.
-        ShapeError: When the returned function is called, if the result is neither a floating scalar nor a `Loss` with a
-            floating scalar total and a scalar weight, or the carried state in the result differs from `carried` in structure,
-            shapes or dtypes.
-    """
+    """Wraps a loss function with checks of its result. Returns an object that is not callable, such as a `PipelineModel`."""
     if not callable(loss):
         return loss
     names = ("params", "batch", "key", *["carried"] * bool(jax.tree.leaves(carried)))
@@ -322,13 +204,13 @@ def checked_loss(loss: LossFunction | LossInParts, carried: Carried) -> LossFunc
             must = f"must return jgraph.Loss(..., carried=) with {', '.join(missing)}"
             raise ShapeError(f"`loss` returns no carried state: {must}", field="loss")
         _check_tree("the carried state that `loss` returns", after, carried, like="`carried`", field="loss", dtypes="equal")
+        # Python numbers in the carried state become arrays.
         return replace(found, carried=jax.tree.map(jnp.asarray, after)) if isinstance(found, Loss) else found
 
     return checked
 
 
 def _check_loss(found: Array | Loss) -> None:
-    """Raises ShapeError unless a loss function returned a floating scalar, or a `Loss` with a scalar total and weight."""
     scalar, weight = (found.total, found.weight) if isinstance(found, Loss) else (found, None)
     shape, dtype = getattr(scalar, "shape", None), getattr(scalar, "dtype", None)
     if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
@@ -360,12 +242,12 @@ def _named(tree: Tree) -> list[tuple[str, Leaf]]:
 
 
 def at(name: str) -> str:
-    """Returns the location of a leaf for a message: " at `w`" for the name `w`, "" for the empty name of a tree of one leaf."""
+    """Returns the location of a leaf for a message, " at `w`". A tree of one leaf has the empty name."""
     return f" at `{name}`" if name else ""
 
 
 def _shown(value: Any) -> str:
-    """Returns a short line that describes a value: the dtype and shape of an array, otherwise its `repr` or type."""
+    """Returns one line that describes a value: the dtype and shape of an array, otherwise its `repr` or type."""
     if _is_array(value):
         shape, dtype = _shape_and_dtype(value)
         return f"{dtype}{list(shape)}"
@@ -374,7 +256,6 @@ def _shown(value: Any) -> str:
 
 
 def _is_array(leaf: Any) -> bool:
-    """True for arrays and shapes."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
@@ -387,7 +268,7 @@ def _is_numeric(dtype: DTypeLike) -> bool:
 
 
 def _shape_and_dtype(leaf: Leaf) -> tuple[tuple[int, ...], Any]:
-    """Returns the shape and the dtype of an array or a number. The dtype of other objects is None."""
+    """The dtype is None for objects other than arrays, shapes and numbers."""
     if _is_array(leaf):
         known = _is_numeric(leaf.dtype)
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True) if known else leaf.dtype

@@ -68,45 +68,27 @@ class LossInParts(Protocol):
 
 
 class Carry(NamedTuple):
-    """State other than parameters and optimizer state: carried state and observed state.
-
-    Attributes:
-        model: The carried state of the model. A loss function returns it. {} if there is none.
-        observed: State that the backward pass computes: the amax histories of FP8 matmuls. {} if there are none. The step
-            differentiates the loss with respect to this state, and the resulting "gradient" is the new state. Over microbatches
-            and devices, the new states are reduced by maximum.
-    """
+    """State other than parameters and optimizer state."""
 
     model: Carried
+    # Amax histories of FP8, which the backward pass computes. The step differentiates the loss with respect to this state, and
+    # the resulting "gradient" is the new state. Over microbatches and devices, new states are reduced by maximum.
     observed: Observed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The loss and the choices of a step that its strategy depends on. Made by `train_step`, which checks the values.
-
-    Attributes:
-        loss: `loss(params, batch, key)`, or `loss(params, batch, key, carried)` if there is carried state; or a
-            `PipelineModel`.
-        layout: The layout of the parameters that the loss gets, by name: the model's own tree, unless a strategy around the
-            strategy changes it.
-        num_microbatches: Number of microbatches of a batch.
-        grads_dtype: Floating dtype of sums of gradients over microbatches and devices.
-        carried: Arrays or shapes of the model's carried state; {} if there is none.
-        reductions: How carried state is reduced over microbatches and devices. A tree with the structure of `carried`. Each
-            leaf is the name of a reduction: `max`, `sum`, `mean`, `last` or `halt`.
-        fp8: Recipe for matmuls in FP8; None for none.
-        batch: Arrays or shapes of a whole batch, leaves [B, ...]; required with `fp8`, may be None without.
-    """
+    """The loss and the choices of a step that its strategy depends on. Made by `train_step`, which checks the values."""
 
     loss: LossFunction | LossInParts
+    # From the tree that the loss gets: the model's own, unless a strategy around the strategy changes it.
     layout: Layout[Params]
     num_microbatches: int = 1
-    grads_dtype: DTypeLike = jnp.float32
-    carried: Carried = field(default_factory=dict)
-    reductions: Reductions = field(default_factory=dict)
+    grads_dtype: DTypeLike = jnp.float32  # of sums over microbatches and devices
+    carried: Carried = field(default_factory=dict)  # arrays or shapes
+    reductions: Reductions = field(default_factory=dict)  # a tree like `carried`
     fp8: FP8Config | None = None
-    batch: Batch = None
+    batch: Batch = None  # arrays or shapes, leaves [B, ...]; required with `fp8`
 
     def tree(self, arrays: Arrays) -> Params:
         """Returns the parameters that the loss gets as a tree, from `layout.params` by name."""
@@ -119,10 +101,7 @@ class Objective:
 
     @property
     def loss_args(self) -> tuple[Leaf, *tuple[Carried, ...]]:
-        """Shapes of the arguments of the loss function after the batch.
-
-        (key,), or (key, carried) if there is carried state. The leaves are shapes or, in `carried`, the given arrays.
-        """
+        """Shapes of the arguments of the loss function after the batch. The leaves of `carried` are the given ones."""
         key = jax.eval_shape(lambda: jax.random.key(0))
         return (key, self.carried) if jax.tree.leaves(self.carried) else (key,)
 
@@ -133,10 +112,7 @@ def is_mean(found: Array | Loss) -> bool:
 
 
 def summed(loss: LossFunction) -> Callable[..., tuple[Array, Loss]]:
-    """Converts a loss function for `jax.value_and_grad(has_aux=True)`.
-
-    The function returns the total as a float32 scalar, and a `Loss` with float32 sums. Only the total has a gradient.
-    """
+    """Returns the float32 total and a `Loss` of float32 sums, for `jax.value_and_grad(has_aux=True)`."""
 
     def of(*args: Tree) -> tuple[Array, Loss]:
         found = loss(*args)
@@ -148,7 +124,7 @@ def summed(loss: LossFunction) -> Callable[..., tuple[Array, Loss]]:
 
 
 def merge(reductions: Reductions, a: Loss, b: Loss) -> Loss:
-    """Adds the sums of two microbatches, the earlier one first, and merges their carried state by `merged`."""
+    """Adds the sums of two microbatches, the earlier one first, and merges their carried state."""
     total, weight, aux = jax.tree.map(jnp.add, (a.total, a.weight, a.aux), (b.total, b.weight, b.aux))
     return Loss(total, weight, aux, jax.tree.map(merged, reductions, a.carried, b.carried))
 
@@ -170,10 +146,7 @@ def before_any(reductions: Reductions, shapes: Carried) -> Carried:
 
 
 def finished(reductions: Reductions, sums: Loss, count: int, axes: Sequence[str] = (), devices: int = 1) -> Loss:
-    """Reduces the sums and the carried state over all devices. Called under `jax.shard_map` unless `axes` is empty.
-
-    A weight that is None becomes `count * devices`, for `count` microbatches.
-    """
+    """Reduces sums and carried state of `count` microbatches over all devices, under `jax.shard_map` unless `axes` is empty."""
     total, weight, aux = sums.total, sums.weight, sums.aux
     if axes:
         total, weight, aux = jax.lax.psum((total, weight, aux), axes)
@@ -182,10 +155,7 @@ def finished(reductions: Reductions, sums: Loss, count: int, axes: Sequence[str]
 
 
 def reduced(reductions: Reductions, carried: Carried, count: int, axes: Sequence[str]) -> Carried:
-    """Divides means by the number of microbatches, and reduces carried state over mesh axes, if there are any.
-
-    With `last`, all devices get the state of the device with the highest index along `axes`.
-    """
+    """Divides means by the number of microbatches, and reduces carried state over mesh axes, if there are any."""
     carried = jax.tree.map(lambda kind, leaf: leaf / count if kind == "mean" else leaf, reductions, carried)
     return jax.tree.map(lambda kind, leaf: _reduce(kind, leaf, axes), reductions, carried) if axes else carried
 
@@ -199,7 +169,7 @@ def _reduce(kind: Reduction, leaf: Array, axes: Sequence[str]) -> Array:
         case "max" | "halt":
             return jax.lax.pmax(leaf, axes)
         case "last":
-            # The last device has the last rows of the microbatch.
+            # The state of the device with the highest index along `axes`, which has the last rows of the microbatch.
             is_last = jax.lax.axis_index(axes) == jax.lax.axis_size(axes) - 1
             return jax.lax.psum(jnp.where(is_last, leaf, jnp.zeros_like(leaf)), axes)
 
@@ -210,10 +180,7 @@ def raised(reductions: Reductions, flags: Carried, carried: Carried) -> Carried:
 
 
 def halted(reductions: Reductions, carried: Carried) -> Array | None:
-    """Returns the largest number in the leaves with the reduction `halt`, an int32 scalar; None if there is none.
-
-    If it is positive, the step must not change state other than these leaves.
-    """
+    """Returns the largest number in the leaves with the reduction `halt`, an int32 scalar; None if there are no such leaves."""
     pairs = zip(jax.tree.leaves(reductions), jax.tree.leaves(carried), strict=True)
     found = [jnp.max(leaf, initial=0).astype(jnp.int32) for kind, leaf in pairs if kind == "halt"]
     return jnp.max(jnp.stack(found)) if found else None

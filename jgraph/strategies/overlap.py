@@ -23,7 +23,7 @@ from jgraph.types import Tree
 
 Aux = TypeVar("Aux")
 
-# Smaller collectives cost more in launches than they hide.
+# In the dtype of the sums, and without the last bucket. Smaller collectives cost more in launches than they hide.
 _BUCKET_BYTES = 2**27
 
 
@@ -33,21 +33,9 @@ def reduce_in_buckets(
     reduce: Callable[[str, Array], Array],
     dtype: DTypeLike,
 ) -> tuple[dict[str, Array], Aux]:
-    """Runs a backward pass, and reduces gradients over devices while it runs. Traces `backward`, and replays the trace.
+    """Returns the gradients of `backward(*args)`, summed by `reduce(name, gradient)` in `dtype`, and the auxiliary outputs.
 
-    The gradients are grouped into buckets in the order in which the backward pass computes them. Each bucket except the last
-    one has at least 128 MiB in `dtype`. A bucket is reduced as soon as all its gradients are computed. The later equations of
-    the backward pass wait for the gradients of the bucket, and for the reduction of the bucket before it.
-
-    Args:
-        backward: Maps `*args` to gradients by parameter name, and auxiliary outputs.
-        args: The arguments, pytrees of arrays. A function of `jax.vjp` is one.
-        reduce: Called once per gradient with (name, gradient in `dtype`), for example to call `lax.psum_scatter`. Returns the
-            reduced gradient.
-        dtype: Gradients are cast to this dtype before they are reduced.
-
-    Returns:
-        The reduced gradients by name, and the auxiliary outputs unchanged.
+    Replays a trace of `backward`. Reduces each bucket as soon as all its gradients are computed.
     """
     closed, (shapes, aux) = jax.make_jaxpr(backward, return_shape=True)(*args)
     jaxpr = closed.jaxpr
@@ -83,11 +71,9 @@ def reduce_in_buckets(
 def _buckets(
     jaxpr: core.Jaxpr, gradient_vars: Mapping[str, core.Var], nbytes: Mapping[str, int]
 ) -> dict[int, tuple[list[str], set[core.Var]]]:
-    """Groups gradients into buckets of at least `_BUCKET_BYTES`, in the order of the backward pass.
+    """Groups gradients into buckets by the index of the equation that completes the bucket.
 
-    Returns:
-        For each bucket, by the index of the equation that completes it: its parameter names, and the variables that the next
-        bucket depends on.
+    A bucket has the parameter names, and the variables that the next bucket depends on.
     """
     made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     places = {name: made[v] for name, v in gradient_vars.items() if not replay.is_literal(v) and v in made}

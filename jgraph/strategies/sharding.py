@@ -40,16 +40,7 @@ _XLA_OPTIONS = (
 
 
 def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
-    """Returns the XLA options of a step on a mesh, and those of FP8 matmuls.
-
-    Args:
-        mesh: The devices; None for one device.
-        fp8: The FP8 recipe; None without FP8.
-
-    Returns:
-        Options as `name=value`. Empty if `fp8` is None or only calibrates, and the mesh has no axis `fsdp`, `context` or
-        `tensor` with several devices.
-    """
+    """Returns XLA options, `name=value`, of a step with collectives (`fsdp`, `context`, `tensor`) or FP8 matmuls."""
     sharded = (
         _XLA_OPTIONS if mesh is not None and max(mesh.shape.get(axis, 1) for axis in (AXIS, *PARTITIONED_AXES)) > 1 else ()
     )
@@ -58,21 +49,7 @@ def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FSDPChoices:
-    """Choices of a strategy that shards parameters over the mesh axis `fsdp`, a base class of strategies.
-
-    Attributes:
-        shard_rules: Rules `PATTERN=AXIS`. A parameter whose name matches the shell pattern is sharded along the axis with this
-            index.
-        annotations: For each parameter name, the PartitionSpec of the model; None for no annotation. The axis at the place of
-            `fsdp` is sharded. Rules override annotations.
-        compute_dtype: Matrices other than those of routers are cast to this floating dtype before they are gathered. None does
-            not cast.
-        experts: Number of devices that the experts of a mixture-of-experts layer are sharded over for the computation.
-        shards: Shard `everything`, or only `experts` and replicate other parameters.
-
-    Raises:
-        ConfigError: If `experts` is not a positive integer, `compute_dtype` is not floating, or `shards` is unknown.
-    """
+    """Choices of a strategy that shards parameters over the mesh axis `fsdp`. `FullySharded` documents them."""
 
     shard_rules: tuple[str, ...] = ()
     annotations: Annotations = field(default_factory=dict)
@@ -88,17 +65,7 @@ class FSDPChoices:
 
 
 def wanted(choices: FSDPChoices, ranks: int) -> MakeLayout:
-    """A layout that moves nothing: adds to the descriptions which axes rules, annotations and experts ask to shard.
-
-    Args:
-        choices: The choices of the strategy.
-        ranks: Size of the mesh axis `fsdp`.
-
-    Raises:
-        ConfigError: When the layout is made, if a rule or an annotation does not fit the parameters; if `experts` does not
-            divide `ranks`; if `ranks` does not divide the number of experts; if the model has no experts; or if a rule requests
-            another axis for experts.
-    """
+    """A layout that moves nothing: adds to the descriptions which axes rules, annotations and experts ask to shard."""
 
     def make(params: Description) -> Layout[Arrays]:
         axes, devices = asked_axes(list(params), choices.shard_rules, choices.annotations), choices.experts
@@ -127,20 +94,7 @@ def wanted(choices: FSDPChoices, ranks: int) -> MakeLayout:
 
 
 def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Annotations) -> dict[str, int]:
-    """Returns the axis to shard of each parameter with a rule or an annotation of the model.
-
-    Args:
-        names: Names of all parameters.
-        rules: `PATTERN=AXIS`, with a shell pattern of names and the index of an axis. Rules override the model's annotations.
-        specs: The model's annotations: a PartitionSpec or None by the name of a parameter.
-
-    Returns:
-        A dict from the name of a parameter to the index of its axis. Parameters without rule and annotation have no entry.
-
-    Raises:
-        ConfigError: If a rule has another form or matches nothing, two rules match a parameter with different axes, or a
-            PartitionSpec has a name other than `fsdp`, `context` and `tensor`, or has `fsdp` twice.
-    """
+    """Returns the axis to shard of each parameter with a rule or an annotation. Rules override annotations."""
     axes: dict[str, int] = {}
     for name, spec in specs.items():
         if spec is None:
@@ -172,32 +126,18 @@ def value_and_grads(
     shards: Mapping[str, Shard],
     observed: Observed,
     *,
-    grads_dtype: DTypeLike,
+    grads_dtype: DTypeLike,  # before gradients are summed over devices
     reshard_after_forward: bool,
     reduce: Literal["in buckets", "scheduled"],
 ) -> tuple[Aux, Arrays, Observed]:
-    """Differentiates a loss with respect to sharded parameters on one device, under `jax.shard_map`.
+    """Differentiates `loss(whole, observed) -> (scalar, aux)` by the shards of a device, under `jax.shard_map`.
 
-    Args:
-        loss: `loss(whole, observed) -> (scalar, aux)`. `whole` is the dict of gathered parameters by name. Traced once.
-        parts: The shards of this device, by parameter name.
-        trained: Names of the trained parameters.
-        shards: The sharding of each parameter, and the dtype of its working copy.
-        observed: Observed state (amax histories of FP8) before the microbatch.
-        grads_dtype: Dtype to which gradients are cast before they are summed over devices.
-        reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
-        reduce: `in buckets` sums groups of gradients over devices during the backward pass, in a fixed order. `scheduled` lets
-            XLA schedule the sum of each gradient.
-
-    Returns:
-        (aux, gradients, observed): aux of the loss; this device's shards of the gradients of trained parameters, summed over
-        the device group of the parameter (`Shard.scatter`); and the gradient of `observed` on this device, which FP8 matmuls
-        make the observed state after the microbatch.
+    Returns aux, the shards of the gradients of trained parameters, summed by `Shard.scatter`, and the gradient of `observed`.
     """
     whole = gathered(shards, parts)
 
     def of_trained(arrays: Arrays, observed: Observed) -> tuple[Array, Aux]:
-        return loss(whole | arrays, observed)
+        return loss(whole | arrays, observed)  # traced once
 
     arrays = {name: whole[name] for name in trained}
     value, pull_back, aux = jax.vjp(of_trained, arrays, observed, has_aux=True)
@@ -209,6 +149,7 @@ def value_and_grads(
     def add(name: str, whole: Array) -> Array:
         return shards[name].scatter(whole)
 
+    # Buckets are summed during the backward pass, in a fixed order. Otherwise, XLA schedules the sum of each gradient.
     if reduce == "in buckets":
         grads, after = reduce_in_buckets(lambda vjp, seed: vjp(seed), (pull_back, jnp.ones_like(value)), add, grads_dtype)
     else:

@@ -214,23 +214,15 @@ def _split(split: Split, param: Param, mesh: AbstractMesh) -> Change:
 def in_turns(own: Array, first: Callable[[Array], Array], rest: Callable[[Array, Array | int], Array]) -> Array:
     """Applies a column- and a row-parallel layer to the rows of one device after the other, under `jgraph.mesh.per_shard`.
 
-    Elsewhere, applies them to all rows at once, and XLA may partition them. Under `per_shard`, it replaces the all-gather and
-    the reduce-scatter of XLA, which no matmul hides. The first matmul of the own rows hides the transfer of the other rows, and
-    the other operations on the own rows hide the transfer of the results. Optimization barriers order the operations, in the
-    backward pass too.
-
-    Args:
-        own: Normalized tokens of the rows of this device [B, ...]. All devices of the axis `tensor` have B rows.
-        first: The column-parallel matmul, and operations on its result.
-        rest: Function of the result of `first` and the index of the device that has the rows, with the row-parallel matmul at
-            its end. Its results are summed over the devices, in float32.
-
-    Returns:
-        The sums for the rows of this device, with the dtype of `own`.
+    Elsewhere, applies them to all rows at once, and XLA may partition them.
     """
+    # Replaces the all-gather and the reduce-scatter of XLA, which no matmul hides. `first` begins with the column-parallel
+    # matmul: on the own rows, it hides the transfer of the other rows. `rest` takes its result and the index of the device that
+    # has the rows, and ends with the row-parallel matmul: on the own rows, it hides the transfer of the results. Barriers order
+    # the operations, in the backward pass too.
     if not is_bound(AXIS) or (devices := lax.axis_size(AXIS)) == 1:
         return rest(first(own), 0)
-    index = lax.axis_index(AXIS)
+    index = lax.axis_index(AXIS)  # all devices have the same number of rows
     # Without this barrier, XLA adds both gradients of `own` in the matmul that should hide the transfer of one of them.
     own, sent = lax.optimization_barrier((own, own))
     others = [_from(sent, shift) for shift in range(1, devices)]
@@ -248,18 +240,10 @@ def _from(x: Array, shift: int) -> Array:
 
 
 def specs_of(rules: Mapping[str, Split | None], params: Params) -> Specs:
-    """Returns the mesh axes of the arrays of a step, for a function on their shards (`jgraph.mesh.per_shard`).
-
-    Args:
-        rules: The rules of `TensorParallel`.
-        params: Arrays or shapes, nested dicts and lists. Every device must have an equal share of each split axis.
-
-    Returns:
-        A tree with the structure of `params` and a PartitionSpec for each array.
-    """
+    """Returns a PartitionSpec for each array of a step, for a function on their shards (`jgraph.mesh.per_shard`)."""
 
     def of(path: KeyPath, leaf: Leaf) -> PartitionSpec:
-        split = _split_of(rules, path_name(path), leaf.shape)
+        split = _split_of(rules, path_name(path), leaf.shape)  # not checked: the devices share the axis equally
         return PartitionSpec(*[AXIS if split and i == split.axis % leaf.ndim else None for i in range(leaf.ndim)])
 
     return jax.tree_util.tree_map_with_path(of, params)
