@@ -23,14 +23,7 @@ Whole = TypeVar("Whole", bound=Tree)
 
 @dataclass(frozen=True, eq=False)
 class Layout(Generic[Whole]):
-    """How the parameters of a model are stored as the arrays of a step.
-
-    Attributes:
-        params: The description of each array, by its name.
-        pack: Maps parameters (in the model's own tree, for a chain) to a dict of arrays by name. Padding is zero. A pure
-            function.
-        unpack: Inverts `pack` bit for bit. A pure function.
-        first: The first layout of the chain, which names the leaves of the model's own tree; None if it is this one.
+    """How the parameters of a model are stored as the arrays of a step. Padding is zero.
 
     Examples:
         >>> from jgraph.layout import named, packed
@@ -42,7 +35,7 @@ class Layout(Generic[Whole]):
     params: Description
     pack: Callable[[Whole], Arrays]
     unpack: Callable[[Arrays], Whole]
-    first: "Layout[Whole] | None" = None
+    first: "Layout[Whole] | None" = None  # None if it is this one
 
     def then(self, make: "MakeLayout") -> "Layout[Whole]":
         """Composes two layouts, like `optax.chain`: the output of this layout is the input of the next one."""
@@ -58,15 +51,14 @@ class Layout(Generic[Whole]):
 
     @property
     def own(self) -> "Layout[Whole]":
-        """The layout of the model's own tree: its leaves by name."""
+        """The first layout of the chain, which names the leaves of the model's own tree."""
         return self.first or self
 
     @property
     def trained(self) -> "Layout[Whole]":
         """The same layout for gradients and moments, which frozen parameters do not have.
 
-        In the model's own tree, None is in the place of frozen parameters. Arrays with frozen parameters only are missing. XLA
-        removes the zeros that replace them here.
+        In the model's own tree, None is in the place of frozen parameters. Arrays with frozen parameters only are missing.
         """
         own = self.own
         if all(param.is_trained for param in own.params.values()):
@@ -84,20 +76,19 @@ class Layout(Generic[Whole]):
         return Layout(kept, pack, unpack, own)
 
     def shardings(self, mesh: Mesh | None) -> dict[str, NamedSharding | None]:
-        """Returns the placement of each array; None for each if the mesh is None."""
         return {name: None if mesh is None else NamedSharding(mesh, param.spec) for name, param in self.params.items()}
 
     def shapes(self) -> Avals:
-        """Returns the shapes of the arrays, in the dtypes of the model's own parameters."""
+        """In the dtypes of the model's own parameters."""
         return {name: param.aval for name, param in self.params.items()}
 
     def tree_shapes(self) -> Whole:
-        """Returns the shapes of the parameters in the model's own tree."""
         return jax.eval_shape(self.unpack, self.shapes())
 
 
 def filled(arrays: Mapping[str, Array], params: Description) -> Arrays:
-    """Adds zeros for missing arrays. They are bools, which JAX promotes to the dtype of any array that they are joined with."""
+    """Adds zeros for missing arrays."""
+    # Bools, which JAX promotes to the dtype of any array that they are joined with. XLA removes these zeros.
     return {name: arrays[name] if name in arrays else jnp.zeros(p.shape, jnp.bool_) for name, p in params.items()}
 
 
@@ -105,12 +96,7 @@ MakeLayout: TypeAlias = Callable[[Description], Layout[Arrays]]
 
 
 def named(tree: Whole, frozen: Collection[str] = ()) -> Layout[Whole]:
-    """The first layout of a chain: maps the model's own tree to a dict of its leaves by name.
-
-    Args:
-        tree: Arrays or shapes of the parameters.
-        frozen: Names of the parameters that are not trained.
-    """
+    """The first layout of a chain: maps the model's own tree to a dict of its leaves by name."""
     leaves, structure = jax.tree.flatten(tree)
     names = leaf_names(tree)
     pairs = zip(names, leaves, strict=True)
@@ -149,7 +135,7 @@ def _same(array: Array) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """A new description of one array, and how the array changes; by default not at all."""
+    """A new description of one array, and how the array changes."""
 
     param: Param
     pack: Callable[[Array], Array] = _same

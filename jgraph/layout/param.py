@@ -22,33 +22,20 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True)
 class Param:
-    """What a step knows of an array.
+    """What a step knows of an array."""
 
-    Attributes:
-        shape: Shape of the whole array, with padding.
-        dtype: Dtype of the parameters in the model's own tree.
-        kind: Matrices have weight decay. The parameters of routers, the layers that choose experts, are never cast.
-        axes: The mesh axes of each array axis.
-        trained: Whether the array has trained elements; one bool for all of it, or one for each row of an array of stacked
-            layers.
-        joins: Whether small arrays of this kind may share an array.
-        wanted: The array axis that rules, annotations or experts ask to shard over `fsdp`. `any` lets the layout choose an
-            axis, and `none` replicates the array.
-        groups: Number of device groups of `fsdp` that compute with different shards: the devices of experts.
-        experts: The array axis of the experts of a mixture; None for other parameters.
-        padding: Number of zeros at the end of the array axis that is sharded over `fsdp`.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    kind: Kind
+    shape: tuple[int, ...]  # with padding
+    dtype: np.dtype  # of the parameters in the model's own tree
+    kind: Kind  # matrices have weight decay, and routers, the layers that choose experts, are never cast
     axes: tuple[Entry, ...]
-    trained: tuple[bool, ...] = (True,)
-    joins: bool = True
+    trained: tuple[bool, ...] = (True,)  # whether it has trained elements; or one for each row of an array of stacked layers
+    joins: bool = True  # whether it may share an array with others, if it is small
+    # The array axis that rules, annotations or experts ask to shard over `fsdp`. `any` lets the layout choose an axis, and
+    # `none` replicates the array.
     wanted: int | Literal["any", "none"] = "any"
-    groups: int = 1
-    experts: int | None = None
-    padding: int = 0
+    groups: int = 1  # of devices of `fsdp` that compute with different shards: the devices of experts
+    experts: int | None = None  # the array axis of the experts of a mixture
+    padding: int = 0  # zeros at the end of the array axis that is sharded over `fsdp`
 
     @classmethod
     def describe(cls, name: str, leaf: Array | jax.ShapeDtypeStruct, *, trained: bool = True) -> Self:
@@ -81,7 +68,6 @@ class Param:
 
     @property
     def decays(self) -> bool:
-        """True if weight decay applies."""
         return self.kind.endswith("matrix")
 
     @property
@@ -91,7 +77,6 @@ class Param:
 
     @property
     def is_trained(self) -> bool:
-        """True if the array has trained elements."""
         return any(self.trained)
 
     def mask(self) -> Array | None:
@@ -105,7 +90,6 @@ class Param:
         return next((i for i, entry in enumerate(self.axes) if mesh_axis in axis_names(entry)), None)
 
     def placed(self, axis: int, *mesh_axes: str) -> Self:
-        """Returns a copy with an array axis that is sharded over other mesh axes."""
         entry = mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes
         return replace(self, axes=tuple(entry if i == axis else old for i, old in enumerate(self.axes)))
 

@@ -19,15 +19,7 @@ AXIS = Axis.FSDP.value
 
 
 def sharded(ranks: int, *, uneven: Literal["pad", "replicate"] = "pad") -> MakeLayout:
-    """A layout that shards an axis of each array: the wanted axis, else the first divisible axis, else the longest axis.
-
-    Args:
-        ranks: Size of the mesh axis `fsdp`. An axis is divisible if `ranks` divides its length.
-        uneven: For arrays without a divisible axis: `pad` the longest axis with zeros, or `replicate` the array.
-
-    Raises:
-        ConfigError: When the layout is made, if an array does not have the wanted axis, or it is on another mesh axis.
-    """
+    """A layout that shards an axis of each array: the wanted axis, else the first divisible axis, else the longest axis."""
 
     def change(name: str, param: Param) -> Change | None:
         axis = _axis(name, param, ranks, uneven)
@@ -64,22 +56,15 @@ def _axis(name: str, param: Param, ranks: int, uneven: Literal["pad", "replicate
 
 @dataclass(frozen=True)
 class Shard:
-    """The shard of an array on a device of the mesh axis `fsdp`: 1/N of the padded array.
+    """The shard of an array on a device of the mesh axis `fsdp`: 1/N of the padded array."""
 
-    Attributes:
-        axis: Index of the sharded axis. None if the array is replicated.
-        padding: Number of zeros at the end of this axis.
-        groups: Number of equal groups of consecutive devices. `gather` returns the shards of the own group: the whole array for
-            one group, the experts that its tokens are sent to for several.
-        partitioned: The mesh axes of each array axis over which XLA partitions the step.
-        dtype: Dtype of the working copy; None for the dtype of the parameter.
-    """
-
-    axis: int | None
-    padding: int = 0
+    axis: int | None  # None if the array is replicated
+    padding: int = 0  # zeros at the end of this axis
+    # Number of equal groups of consecutive devices. `gather` returns the shards of the own group: the whole array for one
+    # group, the experts that its tokens are sent to for several.
     groups: int = 1
-    partitioned: PartitionSpec | None = None
-    dtype: DTypeLike | None = None
+    partitioned: PartitionSpec | None = None  # over the axes over which XLA partitions the step
+    dtype: DTypeLike | None = None  # of the working copy; None for the dtype of the parameter
 
     @classmethod
     def of(cls, param: Param, *, lead: int = 0, compute_dtype: DTypeLike | None = None) -> Self:
@@ -95,13 +80,11 @@ class Shard:
         )
 
     def pad(self, whole: Array) -> Array:
-        """Pads the sharded axis of a whole array with zeros at its end."""
         if not self.padding:
             return whole
         return jnp.pad(whole, [(0, self.padding) if i == self.axis else (0, 0) for i in range(whole.ndim)])
 
     def unpad(self, padded: Array) -> Array:
-        """Inverts `pad`."""
         if self.axis is None or not self.padding:
             return padded
         return lax.slice_in_dim(padded, 0, padded.shape[self.axis] - self.padding, axis=self.axis)
@@ -113,7 +96,7 @@ class Shard:
         return self.gather(part if self.dtype is None else part.astype(self.dtype))
 
     def gather(self, part: Array) -> Array:
-        """All-gathers the shards of the own group of devices, without padding. A replicated array is returned unchanged."""
+        """All-gathers the shards of the own group of devices, without padding."""
         if self.axis is None or self._is_own:
             return part
         # FP8 is sent as bytes, because not every collective library supports it.
@@ -124,10 +107,7 @@ class Shard:
         return lax.bitcast_convert_type(whole, part.dtype) if is_fp8 else whole
 
     def scatter(self, whole: Array) -> Array:
-        """Sums a gradient of `gather` over the own group, and returns the shard of this device, with padding.
-
-        For a replicated array, returns the whole sum over the axis `fsdp`.
-        """
+        """Sums a gradient of `gather` over the own group, and returns the shard of this device, with padding."""
         if self.axis is None:
             return lax.psum(whole, AXIS)
         if self._is_own:
@@ -136,7 +116,7 @@ class Shard:
         return self._on_shards(partial(lax.psum_scatter, scatter_dimension=self.axis, tiled=True, **options), self.pad(whole))
 
     def _on_shards(self, collective: Callable[[Array], Array], x: Array) -> Array:
-        """Runs a collective on the shards over partitioned axes. XLA would gather the argument of the collective over them."""
+        # XLA would gather the argument of the collective over the partitioned axes.
         if self.partitioned is None:
             return collective(x)
         return per_shard(collective, (self.partitioned,), self.partitioned)(x)

@@ -30,54 +30,34 @@ Place: TypeAlias = tuple[int, int, int]
 
 
 class StackedTree(NamedTuple, Generic[Fact]):
-    """The parameters of a pipeline as its engines compute with them, or a fact of each of these arrays.
+    """The parameters of a pipeline as its engines compute with them, or a fact of each of these arrays."""
 
-    Attributes:
-        layers: For each chunk, the layer at each place. The ranks are the first axis of its arrays.
-        outer: The parameters outside of layers, of embedding and head.
-    """
-
-    layers: list[list[TreeOf[Fact]]]
-    outer: TreeOf[Fact]
+    layers: list[list[TreeOf[Fact]]]  # by chunk and place; the ranks are the first axis of the arrays
+    outer: TreeOf[Fact]  # of embedding and head
 
 
 @dataclass(frozen=True, eq=False)
 class Stacked:
     """Stacks the layers of a model over the ranks of a pipeline. Called with the description of the model's parameters.
 
-    The arrays are named `outer/PATH` for embedding and head, and `layers/CHUNK/PLACE/PATH`, with the ranks as the first axis.
-    Places without a layer hold zeros.
-
-    Attributes:
-        own: The layout of the model's own tree, of all parameters.
-        split: `PipelineModel.split`, from the model's own tree to the parameters outside of layers and a list of layers.
-        join: `PipelineModel.join`, its inverse.
-        places: The place of each layer, from the first to the last.
-        over_ranks: Axes of parameters outside of layers that are sharded over the ranks, by their path.
-        mesh_shape: Sizes of the mesh axes by name.
+    The arrays are named `outer/PATH` for embedding and head, and `layers/CHUNK/PLACE/PATH`.
     """
 
     own: Layout[Params]
-    split: Callable[[Params], tuple[Params, list[Params]]]
-    join: Callable[[Params, list[Params]], Params]
-    places: Sequence[Place]
-    over_ranks: Mapping[str, int]
+    split: Callable[[Params], tuple[Params, list[Params]]]  # of `PipelineModel`: the parameters outside of layers, and layers
+    join: Callable[[Params, list[Params]], Params]  # its inverse
+    places: Sequence[Place]  # of each layer
+    over_ranks: Mapping[str, int]  # axes of parameters outside of layers that are sharded over the ranks, by their path
     mesh_shape: Mapping[str, int]
 
     @cached_property
     def tree(self) -> Layout[StackedTree[Leaf | Registered]]:
-        """The layout of the tree of a pipeline."""
         shapes: StackedTree[Leaf | Registered] = jax.eval_shape(
             lambda tree: self._stack(*self.split(tree)), self.own.tree_shapes()
         )
         return named(shapes)
 
     def __call__(self, params: Description) -> Layout[Arrays]:
-        """Describes the stacked arrays.
-
-        Raises:
-            ConfigError: If a parameter cannot be sharded over the ranks or over `fsdp` as requested.
-        """
         leaves = _Followed(self, params).leaves()
         names = self.tree.shapes()
         if unknown := next((path for path in self.over_ranks if f"outer/{path}" not in names), None):
