@@ -33,20 +33,7 @@ _MIXING = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "iota", "rev
 
 
 def check_elementwise(declared: Elementwise, shapes: Params) -> None:
-    """Checks that a transform computes the same updates for packed parameters as for separate parameters.
-
-    Packed parameters are several parameters that share one array. Traces the transform, and runs nothing. Returns nothing.
-
-    Args:
-        declared: The transform to check.
-        shapes: Arrays or shapes of the model's parameters. At most eight leaves, which differ in name and number of axes,
-            are traced, as float32. Without leaves, nothing is checked.
-
-    Raises:
-        ConfigError: If the updates differ between separate and packed parameters; if an element of an update or of the new
-            optimizer state depends on other elements of its array; if tracing the transform raises an error; or if the function
-            given to `elementwise` does not return a transform.
-    """
+    """Checks by traces that a transform computes the same updates for packed parameters as for separate ones."""
     sample = _sample(shapes)
     if not jax.tree.leaves(sample):
         return
@@ -92,7 +79,6 @@ def _updates(transform: Transform, params: Params) -> list[Expression]:
 
 
 def _expressions(jaxpr: core.Jaxpr, consts: Sequence[Array], inputs: Sequence[Expression]) -> list[Expression]:
-    """Returns the expression of every output of a jaxpr."""
     known: dict[core.Var, Expression] = dict(zip(jaxpr.invars, inputs, strict=True))
     known |= {var: _constant(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
 

@@ -38,15 +38,9 @@ class Transform(Protocol):
 
 
 class Elementwise(NamedTuple):
-    """An optax transform that updates every element independently. Made by `elementwise`.
+    """An optax transform that updates every element independently. Made by `elementwise`."""
 
-    Attributes:
-        make: A function that returns the optax transform. Its argument is a tree of bools with the structure of the arrays that
-            the transform updates. A bool is True if its array holds matrices (parameters with at least two axes, except those
-            named `scale` or `bias`).
-    """
-
-    make: Callable[[Mask], Transform]
+    make: Callable[[Mask], Transform]  # the argument of `elementwise`, if it was a function of the matrices
 
 
 def elementwise(transform: Transform | Callable[[Mask], Transform]) -> Elementwise:
@@ -80,20 +74,7 @@ def elementwise(transform: Transform | Callable[[Mask], Transform]) -> Elementwi
 
 
 def make_transform(declared: Elementwise, is_matrix: Mask) -> Transform:
-    """Returns the optax transform of a declaration by `elementwise`, for a tree of arrays.
-
-    Args:
-        declared: The result of `elementwise`.
-        is_matrix: Tree of bools with the structure of the arrays that the transform updates, True for arrays that hold
-            matrices.
-
-    Returns:
-        If `elementwise` was given a transform, this transform. If it was given a function, the result of the function for
-        `is_matrix`.
-
-    Raises:
-        ConfigError: If the declared function does not return an object with the methods `init` and `update`.
-    """
+    """Returns the optax transform of a declaration. `is_matrix` is a tree like the arrays that the transform updates."""
     transform = declared.make(is_matrix)
     if not _is_transform(transform):
         raise ConfigError(
@@ -105,7 +86,7 @@ def make_transform(declared: Elementwise, is_matrix: Mask) -> Transform:
 
 
 def check_transform(transform: Transform | Elementwise) -> None:
-    """Raises ConfigError unless `transform` has the methods `init` and `update` of optax, or is an `Elementwise`."""
+    """Checks that `transform` has the methods `init` and `update` of optax, or is an `Elementwise`."""
     if not isinstance(transform, Elementwise) and not _is_transform(transform):
         raise _not_a_transform(transform)
 
@@ -113,23 +94,7 @@ def check_transform(transform: Transform | Elementwise) -> None:
 def apply_transform(
     transform: Transform, grads: Seen, opt_state: OptState, params: Seen, *, value: Array
 ) -> tuple[Seen, OptState]:
-    """Calls the `update` of a transform. A pure function.
-
-    Args:
-        transform: An optax transform. Its `update` gets each of the keyword arguments `value` and `grad` if its signature has
-            this name or `**kwargs`.
-        grads: The gradient, a tree of arrays. The first argument of `update`, and its keyword argument `grad`.
-        opt_state: The optimizer state, from the `init` of the transform or an earlier call.
-        params: The parameters, with the structure of `grads`.
-        value: The loss, a float32 scalar.
-
-    Returns:
-        (updates, new optimizer state). The updates have the structure of `grads` and are to be added to the parameters.
-
-    Raises:
-        ConfigError: If `update` requires a keyword argument other than `value` and `grad`. Other errors of `update` pass
-            through.
-    """
+    """Calls the `update` of a transform, with the loss as `value` and the gradient as `grad` if it takes them."""
     takes = inspect.signature(transform.update).parameters
     any_name = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     extra = {name: given for name, given in {"value": value, "grad": grads}.items() if any_name or name in takes}
@@ -158,22 +123,11 @@ def _missing(message: str) -> list[str]:
 
 
 def _is_transform(value: Any) -> TypeGuard[Transform]:
-    """True for anything with the functions `init` and `update`."""
     return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
 def state_shardings(transform: Transform, opt_state: OptState, layout: Layout[Params], mesh: Mesh) -> Shardings:
-    """Places the state of an elementwise transform: moments like their parameters, and the rest on every device.
-
-    Args:
-        transform: The optax transform that made the state.
-        opt_state: Arrays or shapes of the optimizer state.
-        layout: The layout of the trained parameters.
-        mesh: The devices.
-
-    Raises:
-        ConfigError: If a moment has another shape than its parameter.
-    """
+    """Places the state of an elementwise transform: moments like their parameters, and the rest on every device."""
 
     def of(leaf: Leaf, param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
         if leaf.shape != param.shape:

@@ -25,24 +25,16 @@ Seen = TypeVar("Seen", bound=Tree)
 
 @dataclass(frozen=True, eq=False)
 class Optimizer(Generic[Seen]):
-    """An optax transform, which sees the trained parameters in the model's own tree or as the arrays of the step.
-
-    Attributes:
-        transform: The transform.
-        layout: The layout of the trained parameters, from the tree that the transform sees.
-        moments: The layout of moments in the optimizer state; None if they are in the model's own tree already.
-    """
+    """An optax transform, which sees the trained parameters in the model's own tree or as the arrays of the step."""
 
     transform: Transform
-    layout: Layout[Seen]
-    moments: Layout[Params] | None = None
+    layout: Layout[Seen]  # of the trained parameters, from the tree that the transform sees
+    moments: Layout[Params] | None = None  # in the optimizer state; None if they are in the model's own tree already
 
     def init(self, params: Arrays) -> OptState:
-        """Returns the state before the first step, for trained arrays."""
         return self.transform.init(self.layout.unpack(params))
 
     def update(self, grads: Arrays, opt_state: OptState, params: Arrays, loss: Array) -> tuple[Arrays, OptState]:
-        """Returns the updates of trained arrays, and the new state."""
         seen = self.layout.unpack(grads), self.layout.unpack(params)
         updates, opt_state = apply_transform(self.transform, seen[0], opt_state, seen[1], value=loss)
         return self.layout.pack(updates), opt_state
@@ -56,36 +48,20 @@ class Optimizer(Generic[Seen]):
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """Initializes and updates the state of a training step.
-
-    Attributes:
-        optimizer: The optax transform.
-        layout: The layout of the arrays of the step.
-        shapes: Shapes of the parameters, in the model's own tree.
-        objective: The loss and the choices that the strategy needs.
-        clip_norm: Largest global L2 norm of the gradient; None does not clip.
-        params_dtype: Floating dtype of the parameters in the state.
-        read_dtype: The mean gradient is rounded to this floating dtype before the update. None does not round.
-        frozen_dtype: Floating dtype of arrays with frozen parameters only.
-        observed: Shapes of the observed state.
-    """
+    """Initializes and updates the state of a training step."""
 
     optimizer: Optimizer[Params] | Optimizer[Arrays]
     layout: Layout[Params]
-    shapes: Params
+    shapes: Params  # in the model's own tree
     objective: Objective
     clip_norm: float | None
     params_dtype: np.dtype
-    read_dtype: np.dtype | None
-    frozen_dtype: np.dtype
-    observed: Observed
+    read_dtype: np.dtype | None  # the mean gradient is rounded to it before the update
+    frozen_dtype: np.dtype  # of arrays with frozen parameters only
+    observed: Observed  # shapes
 
     def initial(self, tree: Params, carried: Carried, observed: Observed = None) -> TrainState:
-        """Returns the state before the first step, for parameters in the model's own tree.
-
-        Raises:
-            ShapeError: If `tree` or `carried` differ from the shapes of the step.
-        """
+        """Returns the state before the first step, for parameters in the model's own tree."""
         checks.check_params(tree, self.shapes)
         checks.check_carried(carried, self.objective.carried)
         dtypes = {name: self.params_dtype if p.is_trained else self.frozen_dtype for name, p in self.layout.params.items()}
@@ -100,15 +76,9 @@ class Update:
 
     @cached_property
     def state(self) -> TrainState:
-        """The shapes of the state, without shardings."""
         return jax.eval_shape(self.initial, self.shapes, self.objective.carried)
 
     def shardings(self, mesh: Mesh) -> TrainState:
-        """Returns the placement of the state.
-
-        Raises:
-            ConfigError: If an elementwise transform has a moment with another shape than its parameter.
-        """
         placed, state = self.layout.shardings(mesh), self.state
         params = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[name]) for name, leaf in state.params.items()
@@ -118,19 +88,9 @@ class Update:
         return replace(replicated, params=placed, opt_state=opt_state)
 
     def apply(self, state: TrainState, sums: Loss, grads: Arrays) -> tuple[TrainState, StepMetrics]:
-        """Clips the gradient and applies the update of the transform if loss and gradient are finite. Called under `jax.jit`.
+        """Clips the mean gradient and applies the update of the transform if loss and gradient are finite, under `jax.jit`.
 
-        Args:
-            state: The state before the step.
-            sums: Sums over the whole batch: loss, weight (not None) and metrics. `sums.carried` is a `Carry` of the carried and
-                the observed state after the batch.
-            grads: The mean gradient over the batch, not yet clipped: the trained arrays of the step.
-
-        Returns:
-            (state, metrics): the new state and the metrics of the step. If an array with the reduction `halt` is positive in
-            `state` or in `sums`, only the arrays with this reduction change, to the elementwise maximum of both. Otherwise, if
-            the loss or the gradient norm is not finite, `step` and `skipped` grow by 1, the arrays with the reduction `halt`
-            become the maximum of both, and no other leaf changes.
+        `sums` has the weight and the `Carry` after the batch. A halted step changes only the arrays with the reduction `halt`.
         """
         grads, before = self._trained(grads), self._trained(state.params)
         if self.read_dtype is not None:
@@ -144,8 +104,10 @@ class Update:
         reductions = self.objective.reductions
         after = sums.carried
         assert isinstance(after, Carry), "a bound strategy returns both kinds of state"
+        # Arrays with the reduction `halt` become the maximum of both, also if the update is not applied.
         carried, as_before = raised(reductions, state.carried, after.model), raised(reductions, after.model, state.carried)
         flag = halted(reductions, carried)
+        # A halted step does not count, and a step that is not finite counts and is skipped.
         counts = 1 if flag is None else jnp.where(flag == 0, 1, 0)
         applied = finite if flag is None else finite & (flag == 0)
         params, opt_state = self._updated(grads, norm, before, state.opt_state, loss)
@@ -159,7 +121,6 @@ class Update:
         return new, StepMetrics(loss, norm, square_sums, aux, flag)
 
     def _updated(self, grads: Arrays, norm: Array, params: Arrays, opt_state: OptState, loss: Array) -> tuple[Arrays, OptState]:
-        """Returns the new trained parameters and the new optimizer state."""
         scale = 1.0 if self.clip_norm is None else jnp.minimum(1.0, self.clip_norm / norm)
         scaled = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, grads)
         # In float32, because weight decay in bfloat16 would be rounded to zero.
