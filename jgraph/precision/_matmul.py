@@ -37,6 +37,7 @@ from jgraph.scopes import scope
 _SAVED = "fp8"  # The split backward saves values with this checkpoint name instead of recomputing them.
 MULTIPLE = 16  # cuBLASLt requires M, K and N to be multiples of 16.
 
+# Residual for an FP8 weight gradient: the quantized columns of x, or x itself, which backward quantizes again.
 _Saved: TypeAlias = Literal["columns", "x"]
 _Accumulation: TypeAlias = Literal["full", "fast"]
 
@@ -47,20 +48,13 @@ _Extra: TypeAlias = Sequence[Array]
 
 
 class Tap(NamedTuple):
-    """The arguments of an FP8 matmul y = x @ w besides the data x and the weight w.
-
-    Attributes:
-        weight: The quantized w.
-        scales: float32 [3], scales of x, w and dy, the gradient of y. None computes scales from the arrays (current scaling).
-        amax: Three float32 scalars, not read. Their cotangents are the amax (largest magnitude) of x, w and dy. None observes
-            nothing.
-        delayed: Arrays with the shapes of the operands of wgrad, not read. Their cotangents are the operands of wgrad, and w
-            has no gradient. None computes wgrad in backward.
-    """
+    """The arguments of an FP8 matmul y = x @ w besides the data x and the weight w."""
 
     weight: FP8Array
-    scales: Array | None
-    amax: Amax | None
+    scales: Array | None  # float32 [3], of x, w and dy, the gradient of y; None computes them from the arrays
+    amax: Amax | None  # not read; its cotangents are the amax of x, w and dy. None observes nothing
+    # Not read, with the shapes of the operands of wgrad. Its cotangents are these operands, and w has no gradient. None
+    # computes wgrad in backward.
     delayed: Operands | None = None
 
 
@@ -69,25 +63,16 @@ _Kept: TypeAlias = tuple[Array | None, Array, Array, _Extra, Tap]
 
 
 class DotLayout(NamedTuple):
-    """A `dot_general` without batch dimensions as a matmul of [M, K] and [K, N].
-
-    Attributes:
-        site: The matmul.
-        x_axes: Axes of x, the contracted axes last.
-        w_axes: Axes of w, the contracted axes first.
-        sizes: M, K and N.
-        accumulation: Accumulation of dgrad and wgrad, as in `FP8Config`.
-    """
+    """A `dot_general` without batch dimensions as a matmul of [M, K] and [K, N]."""
 
     site: Site
-    x_axes: Sequence[int]
-    w_axes: Sequence[int]
-    sizes: tuple[int, int, int]
-    accumulation: _Accumulation = "full"
+    x_axes: Sequence[int]  # the contracted axes last
+    w_axes: Sequence[int]  # the contracted axes first
+    sizes: tuple[int, int, int]  # M, K and N
+    accumulation: _Accumulation = "full"  # of dgrad and wgrad
 
     @classmethod
     def of(cls, site: Site, accumulation: _Accumulation = "full") -> "DotLayout":
-        """Reads the layout from the dimension numbers of a `dot_general` without batch dimensions."""
         (contract, _), x, w = site.eqn.params["dimension_numbers"], site.x_aval.shape, site.w_aval.shape
         x_last, w_first = contract[site.data], contract[site.weight]
         x_first, w_last = [i for i in range(len(x)) if i not in x_last], [i for i in range(len(w)) if i not in w_first]
@@ -95,20 +80,18 @@ class DotLayout(NamedTuple):
         return cls(site, (*x_first, *x_last), (*w_first, *w_last), (m, k, n), accumulation)
 
     def x_matrix(self, x: Array) -> Array:
-        """Returns x as [M, K]."""
         return jnp.transpose(x, self.x_axes).reshape(self.sizes[:2])
 
     def w_matrix(self, w: Array) -> Array:
-        """Returns w as [K, N]."""
         return jnp.transpose(w, self.w_axes).reshape(self.sizes[1:])
 
     def dy_matrix(self, dy: Array) -> Array:
-        """Returns dy as [M, N]."""
         m, _, n = self.sizes
         return dy.reshape(m, n) if self.site.data == 0 else dy.reshape(n, m).T
 
     def forward(self, x: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes y = x @ w in FP8 with fast accumulation (about 14 bits), in the shape of the original matmul's result."""
+        """Computes y = x @ w in FP8, in the shape of the original matmul's result."""
+        # Fast accumulation keeps about 14 bits.
         y_MN = dot((x.rows, x.scale), (w.columns, w.scale), dtype, "fast")
         return (y_MN if self.site.data == 0 else y_MN.T).reshape(self.site.y_aval.shape)
 
@@ -120,8 +103,7 @@ class DotLayout(NamedTuple):
     def wgrad(self, x: Operand, dy: Operand, extra: _Extra, dtype: DTypeLike, barrier: bool = True) -> Array:
         """Computes dw = x.T @ dy in the shape of w, from arrays, or from FP8 columns and their scales.
 
-        Accumulates in float32 unless the operands are in FP8 and `accumulation` is fast. `barrier` puts an optimization barrier
-        after an FP8 matmul. Without it, XLA can fuse the addition to an accumulator.
+        Without `barrier`, XLA can fuse the addition to an accumulator.
         """
         if isinstance(x, tuple):
             dw_KN = dot(x, dy, dtype, self.accumulation, barrier)  # pyright: ignore[reportArgumentType]
@@ -132,34 +114,26 @@ class DotLayout(NamedTuple):
 
 
 class GroupedLayout(NamedTuple):
-    """A `grouped_dot` as a matmul: each group of rows of x times the matrix of the group. Has the methods of `DotLayout`.
+    """A `grouped_dot` as a matmul: each group of rows of x times the matrix of the group."""
 
-    Attributes:
-        sizes: M of all groups together, K and N.
-    """
-
-    sizes: tuple[int, int, int]
+    sizes: tuple[int, int, int]  # M of all groups together, K and N
 
     def x_matrix(self, x_MK: Array) -> Array:
-        """Returns x as [M, K]."""
         return x_MK
 
     def w_matrix(self, w_GKN: Array) -> Array:
-        """Returns w as [G * K, N]."""
         return w_GKN.reshape(-1, w_GKN.shape[-1])
 
     def dy_matrix(self, dy_MN: Array) -> Array:
-        """Returns dy as [M, N]."""
         return dy_MN
 
     def forward(self, x: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes y [M, N] in FP8 from the rows of x and `w.columns` [N, G * K]. The kernel's result is bfloat16."""
         _, k, n = self.sizes
         w_NGK = w.columns.reshape(n, -1, k)
+        # The kernel's result is bfloat16.
         return grouped_dot_fp8(x.rows, w_NGK, extra[0], 1 / x.scale / w.scale, order="NGK").astype(dtype)
 
     def dgrad(self, dy: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes dx [M, K] in FP8: the rows of dy times the transposed matrix of their group."""
         w_GKN = w.rows.reshape(-1, *self.sizes[1:])
         return grouped_dot_fp8(dy.rows, w_GKN, extra[0], 1 / dy.scale / w.scale, order="GNK").astype(dtype)
 
@@ -178,10 +152,7 @@ def layout_of(site: Site, accumulation: _Accumulation = "full") -> DotLayout | G
 
 
 def formats(config: FP8Config) -> tuple[DTypeLike, DTypeLike, DTypeLike]:
-    """Returns the FP8 dtypes of x (data), w (weight) and dy (gradient of the result).
-
-    All are float8_e4m3fn, except that dy is float8_e5m2 for the format `hybrid` without blocks.
-    """
+    """Returns the FP8 dtypes of x (data), w (weight) and dy (gradient of the result)."""
     is_hybrid = config.format == "hybrid" and config.recipe != "mxfp8"
     return jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float8_e5m2 if is_hybrid else jnp.float8_e4m3fn
 
@@ -192,13 +163,7 @@ def wgrad_precision(site: Site, config: FP8Config) -> Literal["fp8", "bf16"]:
 
 
 def unsupported(site: Site, config: FP8Config) -> str:
-    """Returns the reason why a matmul cannot be in FP8, a phrase for the log; an empty string if it can.
-
-    A matmul can be in FP8 if it is a `dot_general` without batch dimensions or a `grouped_dot`; if only casts, reshapes and
-    slices compute its weight from one parameter; if its operands are bfloat16 or float32; and if M, K and N are multiples of
-    16. Before jax 0.12, a `grouped_dot` also needs the format `e4m3`. The recipe `mxfp8` needs multiples of 32, and does not
-    support a `grouped_dot`.
-    """
+    """Returns the reason why a matmul cannot be in FP8, a phrase for the log; an empty string if it can."""
     if site.name not in ("dot_general", GROUPED):
         return f"a {site.name}"
     multiple = BLOCK if config.recipe == "mxfp8" else MULTIPLE
@@ -210,7 +175,7 @@ def unsupported(site: Site, config: FP8Config) -> str:
     if site.name != GROUPED and any(site.eqn.params["dimension_numbers"][1]):
         return "it has batch dimensions"
     if not site.moved or len(site.params) != 1:
-        return "its weight is computed, not a parameter"
+        return "its weight is computed, not a parameter"  # casts, reshapes and slices do not count
     for aval in (site.x_aval, site.w_aval):
         if aval.dtype not in (jnp.bfloat16, jnp.float32):
             return f"an operand is {aval.dtype}"
@@ -221,21 +186,11 @@ def unsupported(site: Site, config: FP8Config) -> str:
 
 
 def fp8_matmul(config: FP8Config, site: Site, x: Array, w: Array, extra: _Extra, tap: Tap, saved: _Saved = "columns") -> Array:
-    """Computes a matmul or grouped matmul in FP8. Has a custom backward rule.
+    """Computes a matmul or grouped matmul in FP8. Its custom backward rule reads quantized operands.
 
-    The gradients of `x` and `w` are computed from quantized operands (`w` has none if `tap.delayed` is given). If `w` is not
-    differentiated, as a frozen weight, no operand of wgrad is quantized or saved. The cotangents of `tap.amax` and
-    `tap.delayed` are the amax of the arrays and the operands of the weight gradient.
-
-    Args:
-        config: The recipe.
-        site: The matmul in the trace of the function.
-        x: The data in the shape of the original matmul, bfloat16 or float32.
-        w: The weight. Only its dtype is read, which is the dtype of its gradient.
-        extra: The other operands: the group sizes of a grouped matmul, else empty.
-        tap: The quantized weight, the scales and the taps.
-        saved: Residual for an FP8 weight gradient: the quantized columns of x, or x itself, which backward quantizes again.
+    The cotangents of `tap.amax` and `tap.delayed` are the amax of the arrays and the operands of the weight gradient.
     """
+    # Of w, only the dtype is read, which is the dtype of its gradient. `extra` has the group sizes of a grouped matmul.
     layout, (x_dtype, _, dy_dtype), w_dtype = layout_of(site, config.accumulation), formats(config), w.dtype
     quantizes_wgrad, is_delayed = wgrad_precision(site, config) == "fp8", tap.delayed is not None
     saves_columns = quantizes_wgrad and saved == "columns"
@@ -252,7 +207,8 @@ def fp8_matmul(config: FP8Config, site: Site, x: Array, w: Array, extra: _Extra,
         return layout.forward(x_fp8, tap.weight, extra, site.y_aval.dtype), x_fp8
 
     def forward(*args: Any) -> tuple[Array, _Kept]:
-        # With symbolic zeros, each argument knows whether it is differentiated.
+        # With symbolic zeros, each argument knows whether it is differentiated. A frozen weight is not: no operand of its wgrad
+        # is quantized or saved.
         x, _, extra, tap = jax.tree.map(lambda leaf: leaf.value, args)
         has_wgrad = is_delayed or args[1].perturbed
         y, x_fp8 = multiply(x, extra, tap, "both" if has_wgrad and saves_columns else "rows")
@@ -286,10 +242,7 @@ def fp8_matmul(config: FP8Config, site: Site, x: Array, w: Array, extra: _Extra,
 
 
 def calibrated(y: Array, x: Array, tap: Tap) -> Array:
-    """Returns the result `y` of a matmul that is not in FP8, and observes its arrays.
-
-    The gradient of `y` is unchanged. The cotangents of `tap.amax` are the amax of x, of the weight and of dy.
-    """
+    """Returns `y` of a matmul that is not in FP8. The cotangents of `tap.amax` are the amax of x, of the weight and of dy."""
 
     @jax.custom_vjp
     def run(y: Array, x_amax: Array, tap: Tap) -> Array:
@@ -310,7 +263,6 @@ class CalibratedProduct(DelayedProduct):
     """A matmul with a delayed weight gradient that is not in FP8, and returns the amax of its arrays."""
 
     def multiply(self, x: Array, w: Array, extra: _Extra, tap: Operands, given: Tap) -> Array:
-        """Computes the matmul as in the base class. The cotangent of `given.amax` is the amax of x, w and dy."""
         return calibrated(super().multiply(x, w, extra, tap, ()), x, given)
 
 
@@ -337,15 +289,13 @@ def block_scaled(x_MK: Array, want: Want) -> FP8Array:
 
 
 def dot(a: _Scaled, b: _Scaled, dtype: DTypeLike, accumulation: _Accumulation, barrier: bool = True) -> Array:
-    """Contracts FP8 matrices [M, K] and [N, K] over K.
-
-    XLA recognizes an FP8 matmul by the conversion of each operand and its multiplication by a scalar. The scalars become
-    arguments of the cuBLASLt call. The accumulation `full` adds the partial sums of the tensor cores in float32, `fast` keeps
-    about 14 bits. MXFP8 matrices ignore scales and accumulation.
-    """
+    """Contracts FP8 matrices [M, K] and [N, K] over K."""
     if isinstance(a[0], Blocks) and isinstance(b[0], Blocks):
         return block_dot(a[0], b[0], dtype)
+    # XLA recognizes an FP8 matmul by the conversion of each operand and its multiplication by a scalar. The scalars become
+    # arguments of the cuBLASLt call.
     a_MK, b_NK = (q.astype(jnp.bfloat16) * (1 / scale).astype(jnp.bfloat16) for q, scale in (a, b))  # pyright: ignore[reportAttributeAccessIssue]
+    # Full accumulation adds the partial sums of the tensor cores in float32, fast accumulation keeps about 14 bits.
     precision = lax.Precision.DEFAULT if accumulation == "fast" else lax.Precision.HIGHEST
     y = lax.dot_general(a_MK, b_NK, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype)
     # Without the barrier, XLA makes a following GELU the epilogue of the matmul. No FP8 kernel has this epilogue, so the
@@ -362,21 +312,16 @@ def _restored(matrix: Array, shape: Sequence[int], axes: Sequence[int]) -> Array
 class DelayedFP8Product(DelayedProduct):
     """An FP8 matmul with a delayed weight gradient.
 
-    wgrad reads the FP8 columns of x and dy, which are the cotangents of a tap. dgrad quantizes dy. dgrad also quantizes x again
-    if it has the inputs of x as residuals anyway, such as the input of a norm or of GELU. Otherwise, the forward pass saves the
-    columns of x.
-
-    Attributes:
-        config: The recipe. If its wgrad is in bfloat16, as for grouped matmuls, x and dy are stashed unquantized.
-        saved: Residual of the forward pass for wgrad: "x" for the data, which dgrad quantizes again, or "columns" for its FP8
-            columns.
+    wgrad reads the FP8 columns of x and dy, which are the cotangents of a tap. dgrad quantizes dy.
     """
 
     config: FP8Config
+    # If dgrad has the inputs of x as residuals anyway, such as the input of a norm or of GELU, it quantizes x again. Otherwise,
+    # the forward pass saves the columns of x.
     saved: _Saved = "x"
 
     def computed_as(self) -> Wide:
-        """Returns the shapes (M, K) and (N, K) and the dimension numbers of the FP8 matmul, which contracts the last axes."""
+        # An FP8 matmul contracts the last axes.
         m, k, n = DotLayout.of(self.site).sizes
         return (m, k), (n, k), (((1,), (1,)), ((), ()))
 
@@ -398,24 +343,19 @@ class DelayedFP8Product(DelayedProduct):
         return zeros(self.site.x_aval, k, x_dtype), zeros(self.site.y_aval, n, dy_dtype)
 
     def multiply(self, x: Array, w: Array, extra: _Extra, tap: Operands, given: Tap) -> Array:
-        """Computes the matmul in FP8. The gradient of `tap` is the operands of wgrad, and `w` has no gradient."""
         return fp8_matmul(self.config, self.site, x, w, extra, given._replace(delayed=tap), saved=self.saved)
 
     def keeping_x(self) -> "DelayedFP8Product":
-        """Returns a copy that saves the FP8 columns of x in the forward pass, so that wgrad does not recompute x."""
         return replace(self, saved="columns")
 
     def weight_gradient(self, tap: Operands, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes dw in FP8, or in bfloat16 if the recipe asks for it.
-
-        Loops over the iterations of the enclosing scans, because XLA does not recognize a batched FP8 matmul.
-        """
         if wgrad_precision(self.site, self.config) == "bf16":
             return super().weight_gradient(tap, extra, dtype)
 
         def wgrad(tap: Operands) -> Array:
             return DotLayout.of(self.site, self.config.accumulation).wgrad(tap[0], tap[1], extra, dtype, barrier=False)
 
+        # Loops over the iterations of the enclosing scans, because XLA does not recognize a batched FP8 matmul.
         for _ in self.site.lead:
             wgrad = partial(lax.map, wgrad)  # pyright: ignore[reportAssignmentType]
         return wgrad(tap)

@@ -37,34 +37,21 @@ _Result = TypeVar("_Result")
 
 
 def fused(fn: Callable[..., _Result], implementation: str = "auto") -> Callable[..., _Result]:
-    """Fuses elementwise functions into the quantization kernels that read their results.
+    """Fuses elementwise functions into the quantization kernels that read their results. Apply it to differentiated functions.
 
-    The input of a call of `jgraph.kernels.cast_transpose` or `jgraph.kernels.amax` is often the result of an elementwise
-    function, such as GELU. Each such function of up to four arrays [M, N] becomes part of the call, unless its result is needed
-    elsewhere.
-
-    Apply `fused` to the differentiated function (such as the result of `jax.grad`), and jit the result. Its results differ from
-    those of `fn` because the kernels do not round intermediate values to bfloat16. Bodies of loops and the recomputation of
-    `jax.checkpoint` are not fused.
-
-    Args:
-        fn: A pure function of trees of arrays that calls `cast_transpose` or `amax`. It is traced in each call of the result.
-        implementation: Implementation of the kernels: `mosaic` (Pallas; Hopper or Blackwell; jax 0.11 or newer), `xla`, or
-            `auto`, which selects `mosaic` where the device and the shape permit it. With `auto`, the result calls `fn`
-            unchanged on a device without the kernel, and calls that the kernel does not support are not fused.
-
-    Returns:
-        A function with the positional arguments and results of `fn`. It takes no keyword arguments.
+    Results differ from those of `fn`: the kernels do not round intermediate values to bfloat16. Takes no keyword arguments.
     """
 
     @wraps(fn)
     def run(*args: Tree) -> _Result:
+        # `mosaic` is Pallas (Hopper or Blackwell; jax 0.11 or newer), and `auto` is `mosaic` where device and shape permit it.
         if implementation == "auto" and not has_kernel():
             return fn(*args)
         closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
         leaves = jax.tree.leaves(args)
         if any(map(_is_inlined, closed.jaxpr.eqns)):
             closed = jax.make_jaxpr(lambda *leaves, whole=closed: _inlined(whole.jaxpr, whole.consts, leaves))(*leaves)
+        # Bodies of loops and the recomputation of `jax.checkpoint` are not fused.
         fusions, needed = _fusions(closed.jaxpr, implementation)
 
         def evaluate(i: int, eqn: core.JaxprEqn, read: Reader[Array]) -> Sequence[Array] | None:
@@ -96,21 +83,14 @@ def _inlined(jaxpr: core.Jaxpr, consts: Sequence[Array], args: Sequence[Array]) 
 
 @dataclass(frozen=True)
 class _Fusion:
-    """A function that is fused into the following call of `cast_transpose` or `amax`.
+    """A function that is fused into the following call of `cast_transpose` or `amax`."""
 
-    Attributes:
-        fn: The elementwise function; None for a `RotatedBack`.
-        inputs: Arguments of the function as (variable, shape). The kernel reads the shape [M, N], [M, 1] or [1, N]; the
-            attributes of a `RotatedBack` have other shapes.
-        replaced: Variables that hold the result of the function. They need not be computed.
-    """
-
-    fn: Elementwise | None
+    fn: Elementwise | None  # None for a `RotatedBack`
+    # Arguments of the function, which the kernel reads as [M, N], [M, 1] or [1, N]; of a `RotatedBack`, in other shapes.
     inputs: tuple[tuple[Atom, _Shape], ...] = ()
-    replaced: tuple[core.Var, ...] = ()
+    replaced: tuple[core.Var, ...] = ()  # hold the result of the function, and need not be computed
 
     def run(self, read: Reader[Array], eqn: core.JaxprEqn, implementation: str) -> list[Array]:
-        """Computes the results of the quantization `eqn` with the fused function."""
         call = _quantization(eqn)
         assert call is not None, "only quantizations are fused"
         dtype, want, results = call
@@ -123,17 +103,14 @@ class _Fusion:
 
 
 def _quantization(eqn: core.JaxprEqn) -> tuple[DTypeLike, Want, tuple[str, ...]] | None:
-    """Identifies a call of `cast_transpose` or `amax`.
+    """Returns the FP8 dtype, the value of `want` and the names of the results of a call of `cast_transpose` or `amax`.
 
-    Dead code elimination may have removed some results of the call, so results are identified by their shapes.
-
-    Returns:
-        The FP8 dtype, the value of `want`, and the name of each result. None for any other equation, for a call with a
-        `Computed` argument, and if the only FP8 result is square, because it may be rows or columns.
+    None for any other equation, for a call with a `Computed` argument, and if the only FP8 result is square.
     """
     want = CALLS.get(eqn.params.get("name", "")) if eqn.primitive.name in replay.JITS else None
     if want is None or not 1 <= len(eqn.invars) <= 2:
         return None
+    # Dead code elimination may have removed some results of the call, so results are identified by their shapes.
     shape, avals = aval_of(eqn.invars[0]).shape, [aval_of(v) for v in eqn.outvars]
     shapes, names, dtype = {"rows": shape, "columns": shape[::-1]}, [], jnp.dtype(jnp.float8_e4m3fn)
     for aval in avals:
@@ -142,7 +119,7 @@ def _quantization(eqn: core.JaxprEqn) -> tuple[DTypeLike, Want, tuple[str, ...]]
             continue
         fits = [name for name in shapes if want in ("both", name) and shapes[name] == aval.shape and name not in names]
         if not fits or (len(fits) == 2 and sum(other.shape != () for other in avals) < 2):
-            return None
+            return None  # a square result, rows or columns
         names.append(fits[0])
         dtype = aval.dtype
     wanted: Want = "rows" if "rows" in names else "columns" if "columns" in names else "amax"
@@ -211,17 +188,12 @@ def _needed(jaxpr: core.Jaxpr, fusions: Mapping[int, _Fusion]) -> tuple[set[int]
 
 @dataclass(frozen=True, eq=False)
 class _Frame:
-    """A call of a jaxpr.
-
-    Attributes:
-        jaxpr: The called jaxpr.
-        arguments: Maps each input variable to the caller's operand and frame. Empty for the outermost frame.
-        calls: Frames of the calls in the jaxpr, by the id of the equation.
-    """
+    """A call of a jaxpr."""
 
     jaxpr: core.Jaxpr
+    # The caller's operand and frame of each input variable. Empty for the outermost frame.
     arguments: Mapping[core.Var, tuple[Atom, "_Frame"]] = field(default_factory=dict)
-    calls: dict[int, "_Frame"] = field(default_factory=dict)
+    calls: dict[int, "_Frame"] = field(default_factory=dict)  # by the id of the equation
 
     @cached_property
     def definitions(self) -> dict[core.Var, tuple[core.JaxprEqn, int]]:
@@ -229,7 +201,6 @@ class _Frame:
         return {v: (eqn, i) for eqn in self.jaxpr.eqns for i, v in enumerate(eqn.outvars)}
 
     def inside(self, eqn: core.JaxprEqn) -> "_Frame":
-        """Returns the frame of a call in this jaxpr."""
         jaxpr = replay.body(eqn)
         arguments = {v: (operand, self) for v, operand in zip(jaxpr.invars, eqn.invars, strict=True)}
         return self.calls.setdefault(id(eqn), _Frame(jaxpr, arguments))
@@ -248,31 +219,19 @@ class _NotFusibleError(Exception):
 
 @dataclass(eq=False)
 class _Search:
-    """Finds the elementwise function that computes a variable of the outermost frame.
-
-    Attributes:
-        outermost: The outermost frame.
-        target: The variable, [M, N].
-        written: Variables that are needed in memory even if all quantizations are fused.
-        inputs: Arguments of the function. During the search, argument i has the operand number -1 - i.
-        steps: Operations of the function.
-        known: Operands of the variables that were followed.
-        replaced: Variables with the same value as `target`.
-        has_steps: True after the first operation, even if the operation cannot be a step.
-    """
+    """Finds the elementwise function that computes a variable of the outermost frame."""
 
     outermost: _Frame
-    target: Atom
-    written: set[core.Var]
-    inputs: list[tuple[Atom, _Shape]] = field(default_factory=list)
+    target: Atom  # [M, N]
+    written: set[core.Var]  # needed in memory even if all quantizations are fused
+    inputs: list[tuple[Atom, _Shape]] = field(default_factory=list)  # during the search, input i is the operand -1 - i
     steps: list[tuple[str, tuple[Operand, ...]]] = field(default_factory=list)
     known: dict[tuple[_Frame, core.Var], Operand] = field(default_factory=dict)
-    replaced: list[core.Var] = field(default_factory=list)
-    has_steps: bool = False
+    replaced: list[core.Var] = field(default_factory=list)  # with the value of `target`
+    has_steps: bool = False  # true after the first operation, even if the operation cannot be a step
 
     @property
     def shape(self) -> _Shape:
-        """The shape [M, N] of the target."""
         return aval_of(self.target).shape
 
     def fusion(self) -> _Fusion | None:
@@ -325,7 +284,6 @@ class _Search:
         raise _NotFusibleError
 
     def define(self, var: core.Var, frame: _Frame) -> Operand:
-        """Follows the equation that computes a variable. Returns the operand of the variable."""
         eqn, index = frame.definitions.get(var, (None, 0))
         name, operands = ("", []) if eqn is None else (eqn.primitive.name, eqn.invars)
         aval = aval_of(var)

@@ -18,56 +18,25 @@ _ACTIVATION, _GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 class FP8Head(NamedTuple):
-    """An output projection in FP8. Its operands are E4M3, and the gradient of the logits is E5M2.
-
-    Attributes:
-        weight: The quantized matrix [D, V].
-    """
+    """An output projection [D, V] in FP8. Its operands are E4M3, and the gradient of the logits is E5M2."""
 
     weight: FP8Array
 
     @classmethod
     def of(cls, head_DV: Array) -> "FP8Head":
-        """Quantizes an output projection.
-
-        Args:
-            head_DV: The matrix, bfloat16 or float32 [D, V], D and V multiples of 16.
-
-        Returns:
-            The projection in FP8.
-
-        Raises:
-            ShapeError: If D or V is not a multiple of 16.
-        """
         if any(size % MULTIPLE for size in head_DV.shape):
             found = f"`head_DV` is {head_DV.dtype}{list(head_DV.shape)}"
             raise ShapeError(f"{found}: must have two multiples of {MULTIPLE} in FP8", field="head_DV")
         return cls(quantize(head_DV, None, 1, _ACTIVATION, "both"))
 
     def logits(self, x_CD: Array) -> tuple[Array, FP8Array]:
-        """Computes the logits of a chunk of tokens.
-
-        Args:
-            x_CD: Hidden states, bfloat16 or float32 [C, D], C a multiple of 16.
-
-        Returns:
-            The logits [C, V] in the dtype of `x_CD`, and the quantized `x_CD` for `gradients`.
-        """
+        """Returns the logits [C, V] in the dtype of `x_CD`, C a multiple of 16, and the quantized `x_CD` for `gradients`."""
         x = quantize(x_CD, None, 0, _ACTIVATION, "both")
         return dot((x.rows, x.scale), (self.weight.columns, self.weight.scale), x_CD.dtype, "fast"), x
 
     def gradients(self, x: FP8Array, dlogits: Computed, largest: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-        """Computes the gradients of the hidden states and of the projection.
-
-        Args:
-            x: The quantized hidden states of the chunk, from `logits`.
-            dlogits: The gradient of the logits as an elementwise function of arrays. It is computed while it is quantized.
-            largest: float32 scalar, an upper bound of the magnitude of `dlogits`.
-            dtype: Dtype of the gradient of the hidden states.
-
-        Returns:
-            The gradient of the hidden states, [C, D] in `dtype`, and the gradient of the projection, float32 [D, V].
-        """
+        """Returns the gradients of the hidden states, [C, D] in `dtype`, and of the projection, float32 [D, V]."""
+        # `largest` bounds the magnitudes of `dlogits`, which are computed while they are quantized.
         scale = scale_for(largest, _GRADIENT)
         rows, columns, _ = cast_transpose(dlogits, scale, _GRADIENT)
         assert rows is not None, "cast_transpose computes both"

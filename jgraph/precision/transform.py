@@ -48,35 +48,24 @@ _Views: TypeAlias = tuple[Array | Blocks | None, Array | Blocks | None, Array | 
 
 
 class Product(NamedTuple):
-    """A matmul of data and a parameter, the weight.
+    """A matmul of data and a parameter, the weight."""
 
-    Attributes:
-        name: Name of the parameter, with the suffix `#2` for a second matmul with it. Names of several parameters that the
-            weight is computed from are joined by `+`.
-        sizes: (M, K, N) of the matmul of data [M, K] and a weight [K, N]; None for a convolution and other operations that
-            cannot be in FP8. M counts the rows of all groups for a grouped matmul.
-        repeats: Number of executions per call: the product of the lengths of the enclosing scans.
-        kept: Reason why the matmul is not in FP8, a phrase such as "kept by `fp8.keep`"; empty if it is in FP8.
-        wgrad: Precision of the operands of the weight gradient, `fp8` or `bf16`. Without meaning if the matmul is not in FP8.
-    """
-
+    # Name of the parameter, with the suffix `#2` for a second matmul with it. Names of several parameters that the weight is
+    # computed from are joined by `+`.
     name: str
+    # M, K, N of data [M, K] and a weight [K, N]. M counts the rows of all groups of a grouped matmul. None for a convolution
+    # and other operations that cannot be in FP8.
     sizes: tuple[int, int, int] | None
-    repeats: int
-    kept: str
-    wgrad: Literal["fp8", "bf16"]
+    repeats: int  # executions per call: the product of the lengths of the enclosing scans
+    kept: str  # why the matmul is not in FP8, a phrase such as "kept by `fp8.keep`"; empty if it is in FP8
+    wgrad: Literal["fp8", "bf16"]  # precision of the operands of the weight gradient of a matmul in FP8
 
 
 class Scale(NamedTuple):
-    """The scale of a parameter.
+    """The scale of a parameter."""
 
-    Attributes:
-        scale: float32 scalar, a power of two. Quantization multiplies the parameter by it.
-        amax: float32 scalar, largest magnitude of the whole parameter. None if the quantization kernel computes it later.
-    """
-
-    scale: Array
-    amax: Array | None
+    scale: Array  # float32 scalar, a power of two. Quantization multiplies the parameter by it
+    amax: Array | None  # float32 scalar, of the whole parameter. None if the quantization kernel computes it later
 
 
 def fp8(fn: Callable[..., Tree], config: FP8Config = FP8Config()) -> "FP8Function":  # noqa: B008 - frozen
@@ -547,7 +536,7 @@ def _view(matrix: Callable[[Array], Array], scale: Array, dtype: DTypeLike, impl
 
 
 def _block_view(matrix: Callable[[Array], Array], w: Array) -> _Views:
-    """Returns the MXFP8 rows and columns of a weight, and its amax, which is not computed."""
+    """Returns the MXFP8 rows and columns of a weight, and no amax."""
     # Rounded to bfloat16 first, so that the values equal those of a weight that was gathered in bfloat16.
     quantized = block_scaled(matrix(w).astype(jnp.bfloat16), "both")
     return quantized.rows, quantized.columns, None
