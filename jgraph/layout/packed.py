@@ -53,10 +53,11 @@ def _grouped(params: Description, groups: Mapping[str, Sequence[str]]) -> Layout
     lead = {group: _lead(params[names[0]]) for group, names in groups.items()}
     sizes = {group: [math.prod(params[name].shape[lead[group] :]) for name in names] for group, names in groups.items()}
 
-    def of(group: str, names: Sequence[str]) -> Param:
-        first, count = params[names[0]], lead[group]
+    def describe(group: str, names: Sequence[str]) -> Param:
+        first = params[names[0]]
         if len(names) == 1:
             return first
+        count = lead[group]
         return replace(first, shape=(*first.shape[:count], sum(sizes[group])), axes=(*first.axes[:count], None))
 
     def join(group: str, arrays: Sequence[Array]) -> Array:
@@ -79,7 +80,7 @@ def _grouped(params: Description, groups: Mapping[str, Sequence[str]]) -> Layout
             parts |= {name: part.reshape(params[name].shape) for name, part in zip(names, split, strict=True)}
         return {name: parts[name] for name in params}
 
-    return Layout({group: of(group, names) for group, names in groups.items()}, pack, unpack)
+    return Layout({group: describe(group, names) for group, names in groups.items()}, pack, unpack)
 
 
 def _lead(param: Param) -> int:

@@ -40,7 +40,10 @@ class Param:
     @classmethod
     def describe(cls, name: str, leaf: Array | jax.ShapeDtypeStruct, *, trained: bool = True) -> Self:
         """Describes a parameter of the model by its name, shape and dtype."""
-        kind = KINDS[(0 if is_matrix(name, leaf) else 1) + (2 if is_router(name) else 0)]
+        if is_matrix(name, leaf):
+            kind = "router matrix" if is_router(name) else "matrix"
+        else:
+            kind = "router vector" if is_router(name) else "vector"
         axes = (None,) * leaf.ndim
         return cls(leaf.shape, leaf.dtype, kind, axes, (trained,), experts=expert_axis(name, leaf.ndim))
 

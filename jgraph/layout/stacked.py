@@ -104,12 +104,13 @@ class Stacked:
         asks = next((row for row in some if isinstance(row.wanted, int)), some[0])
         wanted = asks.wanted + 1 if isinstance(asks.wanted, int) else asks.wanted
         trained = [some[0].is_trained if row is None else row.is_trained for row in rows]
-        shape, axes = (ranks, *asks.shape), (AXIS, *asks.axes)
-        return replace(asks, shape=shape, axes=axes, trained=tuple(trained), wanted=wanted)
+        return replace(asks, shape=(ranks, *asks.shape), axes=(AXIS, *asks.axes), trained=tuple(trained), wanted=wanted)
 
     def _over_ranks(self, param: Param, path: str, axis: int) -> Param:
         """Shards a parameter outside of layers over the ranks, and over another mesh axis too where both divide it."""
-        ranks, length, others = self.mesh_shape[AXIS], param.shape[axis], axis_names(param.axes[axis])
+        ranks = self.mesh_shape[AXIS]
+        length = param.shape[axis]
+        others = axis_names(param.axes[axis])
         if length % ranks:
             must = f"must be a multiple of `pp` {ranks}"
             message = f"PipelineModel.sharded shards {path} along axis {axis} of length {length}: {must}"
@@ -134,11 +135,13 @@ class _Followed:
         kinds: dict[str, Kind] = {}
         for kind in reversed(KINDS):
             kinds |= dict.fromkeys(self._where(lambda p, kind=kind: p.kind == kind), kind)
-        trained, alone = self._where(lambda p: p.is_trained), self._where(lambda p: not p.joins)
+        trained = self._where(lambda p: p.is_trained)
+        alone = self._where(lambda p: not p.joins)
         free = "none" if any(p.wanted == "none" for p in params) else "any"
         found = {}
         for leaf, aval in self._plain.items():
-            kind, axes = kinds.get(leaf, "vector"), (None,) * aval.ndim
+            kind = kinds.get(leaf, "vector")
+            axes = (None,) * aval.ndim
             found[leaf] = Param(aval.shape, aval.dtype, kind, axes, (leaf in trained,), leaf not in alone, free)
         for entry in {entry for p in params for entry in p.axes if entry is not None}:
             for leaf, axis in self._axes({name: p.axes.index(entry) for name, p in self.params.items() if entry in p.axes}):
