@@ -117,8 +117,10 @@ def train_step(
     checks.check_fp8(fp8, batch)
     carried = {} if carried is None else carried
     reductions = checks.reductions_of(carried, reductions)
-    loss, key = checks.checked_loss(loss, carried), checks.random_key(key)
-    grads_dtype, params_dtype = checks.float_dtype("grads_dtype", grads_dtype), checks.float_dtype("params_dtype", params_dtype)
+    loss = checks.checked_loss(loss, carried)
+    key = checks.random_key(key)
+    grads_dtype = checks.float_dtype("grads_dtype", grads_dtype)
+    params_dtype = checks.float_dtype("params_dtype", params_dtype)
     read_dtype = None if read_dtype is None else checks.float_dtype("read_dtype", read_dtype)
     frozen_dtype = params_dtype if frozen_dtype is None else checks.float_dtype("frozen_dtype", frozen_dtype)
     check_transform(transform)
@@ -182,8 +184,9 @@ class TrainStep:
     key: Key
 
     def __repr__(self) -> str:
-        size, devices = sum(leaf.size for leaf in jax.tree.leaves(self.update.shapes)), self.num_devices
-        return f"TrainStep({size:,} parameters on {devices} device{'s' * (devices > 1)}, {type(self.bound).__name__})"
+        size = sum(leaf.size for leaf in jax.tree.leaves(self.update.shapes))
+        devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
+        return f"TrainStep({size:,} parameters on {devices}, {type(self.bound).__name__})"
 
     @property
     def mesh(self) -> Mesh | None:

@@ -129,7 +129,7 @@ def _is_transform(value: Any) -> TypeGuard[Transform]:
 def state_shardings(transform: Transform, opt_state: OptState, layout: Layout[Params], mesh: Mesh) -> Shardings:
     """Places the state of an elementwise transform: moments like their parameters, and the rest on every device."""
 
-    def of(leaf: Leaf, param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+    def place(leaf: Leaf, param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
         if leaf.shape != param.shape:
             state = f"{leaf.dtype}{list(leaf.shape)} for a parameter of shape {list(param.shape)}"
             raise ConfigError(f"the optimizer state has {state}: must have the shape of the parameter", field="fsdp")
@@ -138,4 +138,4 @@ def state_shardings(transform: Transform, opt_state: OptState, layout: Layout[Pa
     rest = NamedSharding(mesh, PartitionSpec())
     placed = layout.shapes(), layout.shardings(mesh)
     state: Any = opt_state  # optax annotates its trees as any iterables
-    return optax.tree_map_params(transform.init, of, state, *placed, transform_non_params=lambda _: rest)  # pyright: ignore[reportReturnType]
+    return optax.tree_map_params(transform.init, place, state, *placed, transform_non_params=lambda _: rest)  # pyright: ignore[reportReturnType]

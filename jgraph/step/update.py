@@ -35,8 +35,8 @@ class Optimizer(Generic[Seen]):
         return self.transform.init(self.layout.unpack(params))
 
     def update(self, grads: Arrays, opt_state: OptState, params: Arrays, loss: Array) -> tuple[Arrays, OptState]:
-        seen = self.layout.unpack(grads), self.layout.unpack(params)
-        updates, opt_state = apply_transform(self.transform, seen[0], opt_state, seen[1], value=loss)
+        seen_grads, seen_params = self.layout.unpack(grads), self.layout.unpack(params)
+        updates, opt_state = apply_transform(self.transform, seen_grads, opt_state, seen_params, value=loss)
         return self.layout.pack(updates), opt_state
 
     def shardings(self, mesh: Mesh, params: Avals, opt_state: OptState) -> Shardings:
@@ -79,7 +79,8 @@ class Update:
         return jax.eval_shape(self.initial, self.shapes, self.objective.carried)
 
     def shardings(self, mesh: Mesh) -> TrainState:
-        placed, state = self.layout.shardings(mesh), self.state
+        placed = self.layout.shardings(mesh)
+        state = self.state
         params = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[name]) for name, leaf in state.params.items()
         }
@@ -92,7 +93,8 @@ class Update:
 
         `sums` has the weight and the `Carry` after the batch. A halted step changes only the arrays with the reduction `halt`.
         """
-        grads, before = self._trained(grads), self._trained(state.params)
+        before = self._trained(state.params)
+        grads = self._trained(grads)
         if self.read_dtype is not None:
             grads = _cast(grads, self.read_dtype)
         grads = self._of_trained_rows(grads)
@@ -105,7 +107,8 @@ class Update:
         after = sums.carried
         assert isinstance(after, Carry), "a bound strategy returns both kinds of state"
         # Arrays with the reduction `halt` become the maximum of both, also if the update is not applied.
-        carried, as_before = raised(reductions, state.carried, after.model), raised(reductions, after.model, state.carried)
+        carried = raised(reductions, state.carried, after.model)
+        as_before = raised(reductions, after.model, state.carried)
         flag = halted(reductions, carried)
         # A halted step does not count, and a step that is not finite counts and is skipped.
         counts = 1 if flag is None else jnp.where(flag == 0, 1, 0)
