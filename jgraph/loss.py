@@ -153,7 +153,7 @@ def _mean_loss(
     vocabulary: _Vocabulary,
     precision: Precision,
 ) -> Array:
-    head = FP8Head.of(head_DV) if precision == "fp8" else None
+    head = FP8Head.quantize(head_DV) if precision == "fp8" else None
     losses = []
     for x_CD, labels_C, weights_C in _chunks(x_ND, labels_N, weights_N, chunk):
         logits_CV = x_CD @ head_DV if head is None else head.logits(x_CD)[0]
@@ -170,7 +170,7 @@ def _mean_loss_forward(
     vocabulary: _Vocabulary,
     precision: Precision,
 ):
-    head = FP8Head.of(head_DV) if precision == "fp8" else None
+    head = FP8Head.quantize(head_DV) if precision == "fp8" else None
     losses, dx, dhead = [], [], []
     for x_CD, labels_C, weights_C in _chunks(x_ND, labels_N, weights_N, chunk):
         if head is None:

@@ -72,12 +72,16 @@ class DotLayout(NamedTuple):
     accumulation: _Accumulation = "full"  # of dgrad and wgrad
 
     @classmethod
-    def of(cls, site: Site, accumulation: _Accumulation = "full") -> "DotLayout":
-        (contract, _), x, w = site.eqn.params["dimension_numbers"], site.x_aval.shape, site.w_aval.shape
-        x_last, w_first = contract[site.data], contract[site.weight]
-        x_first, w_last = [i for i in range(len(x)) if i not in x_last], [i for i in range(len(w)) if i not in w_first]
-        m, k, n = math.prod(x[i] for i in x_first), math.prod(x[i] for i in x_last), math.prod(w[i] for i in w_last)
-        return cls(site, (*x_first, *x_last), (*w_first, *w_last), (m, k, n), accumulation)
+    def from_site(cls, site: Site, accumulation: _Accumulation = "full") -> "DotLayout":
+        contract, _ = site.eqn.params["dimension_numbers"]
+        x = site.x_aval.shape
+        x_last = contract[site.data]
+        x_first = [i for i in range(len(x)) if i not in x_last]
+        w = site.w_aval.shape
+        w_first = contract[site.weight]
+        w_last = [i for i in range(len(w)) if i not in w_first]
+        sizes = math.prod(x[i] for i in x_first), math.prod(x[i] for i in x_last), math.prod(w[i] for i in w_last)
+        return cls(site, (*x_first, *x_last), (*w_first, *w_last), sizes, accumulation)
 
     def x_matrix(self, x: Array) -> Array:
         return jnp.transpose(x, self.x_axes).reshape(self.sizes[:2])
@@ -148,7 +152,7 @@ def layout_of(site: Site, accumulation: _Accumulation = "full") -> DotLayout | G
     """Returns the layout of a `dot_general` without batch dimensions or of a `grouped_dot` as [M, K] times [K, N]."""
     if site.name == GROUPED:
         return GroupedLayout((site.x_aval.shape[0], *site.w_aval.shape[1:]))
-    return DotLayout.of(site, accumulation)
+    return DotLayout.from_site(site, accumulation)
 
 
 def formats(config: FP8Config) -> tuple[DTypeLike, DTypeLike, DTypeLike]:
@@ -191,8 +195,11 @@ def fp8_matmul(config: FP8Config, site: Site, x: Array, w: Array, extra: _Extra,
     The cotangents of `tap.amax` and `tap.delayed` are the amax of the arrays and the operands of the weight gradient.
     """
     # Of w, only the dtype is read, which is the dtype of its gradient. `extra` has the group sizes of a grouped matmul.
-    layout, (x_dtype, _, dy_dtype), w_dtype = layout_of(site, config.accumulation), formats(config), w.dtype
-    quantizes_wgrad, is_delayed = wgrad_precision(site, config) == "fp8", tap.delayed is not None
+    layout = layout_of(site, config.accumulation)
+    x_dtype, _, dy_dtype = formats(config)
+    w_dtype = w.dtype
+    is_delayed = tap.delayed is not None
+    quantizes_wgrad = wgrad_precision(site, config) == "fp8"
     saves_columns = quantizes_wgrad and saved == "columns"
 
     def to_fp8(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, want: Want) -> FP8Array:
@@ -273,7 +280,8 @@ def quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, wa
             known = checkpoint_name(amax(x_MK), _SAVED)
             scale = scale_for(known, dtype)
         else:
-            known, scale = None, scales[which]
+            known = None
+            scale = scales[which]
         quantized = cast_transpose(x_MK, scale, dtype, want=want)
         # Named, so that a split saves this output. Otherwise it saves a value inside the jitted kernel and changes the kernel.
         largest = checkpoint_name(quantized.amax, _SAVED) if known is None else known
@@ -322,20 +330,22 @@ class DelayedFP8Product(DelayedProduct):
 
     def computed_as(self) -> Wide:
         # An FP8 matmul contracts the last axes.
-        m, k, n = DotLayout.of(self.site).sizes
+        m, k, n = DotLayout.from_site(self.site).sizes
         return (m, k), (n, k), (((1,), (1,)), ((), ()))
 
     def tap(self) -> Operands:
         """Returns zeros like the FP8 columns and scales of x and dy, or like x and dy if wgrad is in bfloat16."""
         if wgrad_precision(self.site, self.config) == "bf16":
             return super().tap()
-        (m, k, n), (x_dtype, _, dy_dtype) = DotLayout.of(self.site).sizes, formats(self.config)
+        m, k, n = DotLayout.from_site(self.site).sizes
+        x_dtype, _, dy_dtype = formats(self.config)
 
         def zeros(aval: replay.Aval, rows: int, dtype: DTypeLike) -> _Scaled:
             def array(*shape: int, dtype: DTypeLike) -> Array:
                 return replay.zeros(aval, *self.site.lead, shape=shape, dtype=dtype)
 
-            columns, scale = array(rows, m, dtype=dtype), array(dtype=jnp.float32)
+            columns = array(rows, m, dtype=dtype)
+            scale = array(dtype=jnp.float32)
             if self.config.recipe == "mxfp8":
                 return Blocks(columns, array(rows, m // BLOCK, dtype=jnp.float8_e8m0fnu)), scale
             return columns, scale
@@ -352,8 +362,10 @@ class DelayedFP8Product(DelayedProduct):
         if wgrad_precision(self.site, self.config) == "bf16":
             return super().weight_gradient(tap, extra, dtype)
 
+        layout = DotLayout.from_site(self.site, self.config.accumulation)
+
         def wgrad(tap: Operands) -> Array:
-            return DotLayout.of(self.site, self.config.accumulation).wgrad(tap[0], tap[1], extra, dtype, barrier=False)
+            return layout.wgrad(tap[0], tap[1], extra, dtype, barrier=False)
 
         # Loops over the iterations of the enclosing scans, because XLA does not recognize a batched FP8 matmul.
         for _ in self.site.lead:

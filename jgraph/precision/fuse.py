@@ -111,8 +111,11 @@ def _quantization(eqn: core.JaxprEqn) -> tuple[DTypeLike, Want, tuple[str, ...]]
     if want is None or not 1 <= len(eqn.invars) <= 2:
         return None
     # Dead code elimination may have removed some results of the call, so results are identified by their shapes.
-    shape, avals = aval_of(eqn.invars[0]).shape, [aval_of(v) for v in eqn.outvars]
-    shapes, names, dtype = {"rows": shape, "columns": shape[::-1]}, [], jnp.dtype(jnp.float8_e4m3fn)
+    avals = [aval_of(v) for v in eqn.outvars]
+    shape = aval_of(eqn.invars[0]).shape
+    shapes = {"rows": shape, "columns": shape[::-1]}
+    names = []
+    dtype = jnp.dtype(jnp.float8_e4m3fn)
     for aval in avals:
         if aval.shape == () and aval.dtype == jnp.float32:
             names.append("amax")
@@ -128,7 +131,8 @@ def _quantization(eqn: core.JaxprEqn) -> tuple[DTypeLike, Want, tuple[str, ...]]
 
 def _fusions(jaxpr: core.Jaxpr, implementation: str) -> tuple[dict[int, _Fusion], set[int]]:
     """Returns the fusions by the index of their quantization equation, and the indices of the equations that remain needed."""
-    outermost, found = _Frame(jaxpr), {}
+    outermost = _Frame(jaxpr)
+    found = {}
     calls = {i: eqn.invars[0] for i, eqn in enumerate(jaxpr.eqns) if _quantization(eqn) is not None}
     _, written = _needed(jaxpr, dict.fromkeys(calls, _Fusion(IDENTITY)))
     for i, x in calls.items():
@@ -148,7 +152,8 @@ def _fusions(jaxpr: core.Jaxpr, implementation: str) -> tuple[dict[int, _Fusion]
 
 def _rotated(outermost: "_Frame", x: Atom, implementation: str) -> _Fusion | None:
     """Returns the fusion of the gradient of `rotated_heads`, if `x` is a view of it that the kernel supports."""
-    atom, frame, replaced = x, outermost, []
+    atom, frame = x, outermost
+    replaced = []
     while True:
         atom, frame = frame.resolve(atom)
         if isinstance(atom, core.Literal) or atom not in frame.definitions:
@@ -177,7 +182,8 @@ def _rotated(outermost: "_Frame", x: Atom, implementation: str) -> _Fusion | Non
 
 def _needed(jaxpr: core.Jaxpr, fusions: Mapping[int, _Fusion]) -> tuple[set[int], set[core.Var]]:
     """Returns the equations, by index, and the variables that the outputs depend on."""
-    variables, equations = {v for v in jaxpr.outvars if isinstance(v, core.Var)}, set[int]()
+    variables = {v for v in jaxpr.outvars if isinstance(v, core.Var)}
+    equations = set[int]()
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
         if eqn.effects or not variables.isdisjoint(eqn.outvars):
             equations.add(i)
@@ -274,7 +280,9 @@ class _Search:
         """Follows a broadcast constant, or reads a broadcast column or row."""
         if replay.is_literal(atom):
             return self.follow(atom, frame)
-        (rows, columns), small, last = self.shape, aval_of(atom), len(result.shape) - 1
+        rows, columns = self.shape
+        small = aval_of(atom)
+        last = len(result.shape) - 1
         width = small.shape[axes.index(last)] if last in axes else 1
         if result.size == rows * columns and result.shape[last] == columns:
             if small.size == rows and width == 1:

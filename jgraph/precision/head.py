@@ -14,7 +14,8 @@ from jgraph.kernels.elementwise import Computed
 from jgraph.precision._matmul import MULTIPLE as MULTIPLE, dot, quantize
 from jgraph.precision.scaling import FP8Array, scale_for
 
-_ACTIVATION, _GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
+_ACTIVATION = jnp.float8_e4m3fn
+_GRADIENT = jnp.float8_e5m2
 
 
 class FP8Head(NamedTuple):
@@ -23,7 +24,7 @@ class FP8Head(NamedTuple):
     weight: FP8Array
 
     @classmethod
-    def of(cls, head_DV: Array) -> "FP8Head":
+    def quantize(cls, head_DV: Array) -> "FP8Head":
         if any(size % MULTIPLE for size in head_DV.shape):
             found = f"`head_DV` is {head_DV.dtype}{list(head_DV.shape)}"
             raise ShapeError(f"{found}: must have two multiples of {MULTIPLE} in FP8", field="head_DV")

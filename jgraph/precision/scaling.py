@@ -87,8 +87,9 @@ def observe(
 
     @jax.custom_vjp
     def run(history: AmaxHistory) -> tuple[list[Array], list[Amax]]:
-        columns, zero = zip(history.amax(config).T, dtypes, factors, strict=True), jnp.zeros(())
+        columns = zip(history.amax(config).T, dtypes, factors, strict=True)
         scales_S3 = jnp.stack([scale_for(amax_S, dtype, config.margin) * factor for amax_S, dtype, factor in columns], axis=1)
+        zero = jnp.zeros(())
         return list(scales_S3), [(zero, zero, zero)] * num_matmuls
 
     def backward(history: AmaxHistory, cotangents: tuple[list[Array], list[Amax]]) -> tuple[AmaxHistory]:

@@ -252,7 +252,8 @@ class FP8Function(OwnProducts):
             SplitError: If the weight gradient of an FP8 matmul is not delayed, because the matmul is not in `sites`.
             ConfigError: If no matmul can be in FP8, or the recipe does not fit the parameters, as in `plan`.
         """
-        trace, products = self.plan(given[0], x, *extra), _products(sites, names, self.config)
+        trace = self.plan(given[0], x, *extra)
+        products = _products(sites, names, self.config)
         quantized, delayed = ([p.name for p in found if not p.kept] for found in (trace.products, products))
         if quantized != delayed:
             name = next((name for name in quantized if name not in delayed), quantized[0])
@@ -354,7 +355,8 @@ class FP8Trace:
         """
         if self.config.recipe == "mxfp8":
             return dict.fromkeys(self.weights, Scale(jnp.float32(1), jnp.float32(0)))
-        dtype, scales = formats(self.config)[1], {}
+        _, dtype, _ = formats(self.config)
+        scales = {}
         earlier = self._history(state).amax(self.config) if self._is_delayed else None
         for i, start, _ in self._entries():
             if (name := self.weight_of(i)) in scales:
@@ -400,7 +402,8 @@ class FP8Trace:
             scans; None for a matmul that is not in FP8. Elements that are not finite are NaN. For calibration, the matrices are
             None.
         """
-        dtype, matrices = formats(self.config)[1], dict[int, Array]()
+        _, dtype, _ = formats(self.config)
+        matrices = dict[int, Array]()
         if not self.config.calibrates:
             given = [arrays[name] if name in scales else MISSING for name in self.traced.names]
             found = self.traced.weights(given, keep_dtype=True)
@@ -408,7 +411,8 @@ class FP8Trace:
         views: list[FP8Array | None] = [None] * len(self.traced.sites)
         known = {name: scale.amax for name, scale in scales.items()}
         for i, _, _ in self._entries():
-            name, lead = self.weight_of(i), self.traced.sites[i].lead
+            name = self.weight_of(i)
+            lead = self.traced.sites[i].lead
             matrix = layout_of(self.traced.sites[i]).w_matrix
             view = partial(_view, matrix, scales[name].scale, dtype, "xla" if lead else "auto")
             if self.config.recipe == "mxfp8":
@@ -445,7 +449,8 @@ class FP8Trace:
         )
         entries = list(zip(*observed, strict=True))
         for i, start, stop in self._entries():
-            weight, lead = weights[i], self.traced.sites[i].lead
+            lead = self.traced.sites[i].lead
+            weight = weights[i]
             assert weight is not None, "FP8 matmuls have FP8 weights"
             # A pipeline packs the weights of its devices into one array, which changes the shape of the scalars.
             weight = weight._replace(scale=weight.scale.reshape(lead), amax=weight.amax.reshape(lead))
@@ -470,7 +475,8 @@ class FP8Trace:
         Returns:
             The result of the function.
         """
-        leaves, taps = jax.tree.leaves(params), self.taps(params, state, weights)
+        leaves = jax.tree.leaves(params)
+        taps = self.taps(params, state, weights)
         # Calibration computes the matmuls and their gradients as without FP8.
         is_uncast = uncast and not self.config.calibrates
         whole = self.traced.weights(leaves, keep_dtype=True) if is_uncast else [MISSING] * len(taps)
