@@ -47,7 +47,8 @@ class BatchLayout:
         if sharding is None:
             return batch
         local, total = self._data_ranks
-        leaves, multiple = jax.tree.leaves(batch), self.num_microbatches * local
+        leaves = jax.tree.leaves(batch)
+        multiple = self.num_microbatches * local
         # `_share` raises the error. It is not called in every step, because it describes each leaf by its path.
         if not leaves or not all(checks.has_rows(leaf, multiple) for leaf in leaves):
             self._share(batch, local, "data ranks of this process")
@@ -62,7 +63,8 @@ class BatchLayout:
 
     def placed_shapes(self, batch: Batch) -> Batch:
         """Documented at `TrainStep.placed_shapes`."""
-        sharding, num_microbatches = self.sharding, self.num_microbatches
+        sharding = self.sharding
+        num_microbatches = self.num_microbatches
 
         def is_placed(leaf: Leaf) -> bool:
             where = getattr(leaf, "sharding", None)

@@ -142,7 +142,8 @@ def _check_tree(label: str, tree: Tree, expected: Tree, *, like: str, field: str
     if (problem := _difference(label, tree, expected, like=like)) is not None:
         raise ShapeError(problem, field=field)
     for (name, leaf), must in zip(_named(tree), jax.tree.leaves(expected), strict=True):
-        (shape, dtype), found = _shape_and_dtype(leaf), f"{label} has {_shown(leaf)}{at(name)}"
+        shape, dtype = _shape_and_dtype(leaf)
+        found = f"{label} has {_shown(leaf)}{at(name)}"
         if dtype is None:
             raise ShapeError(f"{found}: must be an array", field=field)
         if dtypes == "floating" and not jnp.issubdtype(dtype, jnp.floating):
@@ -183,7 +184,9 @@ def checked_loss(loss: LossFunction | LossInParts, carried: Carried) -> LossFunc
     """Wraps a loss function with checks of its result. Returns an object that is not callable, such as a `PipelineModel`."""
     if not callable(loss):
         return loss
-    names = ("params", "batch", "key", *["carried"] * bool(jax.tree.leaves(carried)))
+    names = ["params", "batch", "key"]
+    if jax.tree.leaves(carried):
+        names.append("carried")
     try:
         signature = inspect.signature(loss)
     except ValueError:  # a built-in function

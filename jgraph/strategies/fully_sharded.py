@@ -51,8 +51,9 @@ class FullySharded(FSDPChoices):
     reshard_after_forward: bool = False
 
     def __repr__(self) -> str:
-        options = ", resharded after forward" * self.reshard_after_forward + f", experts={self.experts}" * (self.experts > 1)
-        return f"FullySharded({summary(self.mesh, self.shapes)}{options})"
+        resharded = ", resharded after forward" if self.reshard_after_forward else ""
+        experts = f", experts={self.experts}" if self.experts > 1 else ""
+        return f"FullySharded({summary(self.mesh, self.shapes)}{resharded}{experts})"
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.FSDP,), allows=(Axis.DATA, Axis.CONTEXT, Axis.TENSOR)))

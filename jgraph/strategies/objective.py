@@ -114,13 +114,13 @@ def is_mean(found: Array | Loss) -> bool:
 def summed(loss: LossFunction) -> Callable[..., tuple[Array, Loss]]:
     """Returns the float32 total and a `Loss` of float32 sums, for `jax.value_and_grad(has_aux=True)`."""
 
-    def of(*args: Tree) -> tuple[Array, Loss]:
+    def evaluate(*args: Tree) -> tuple[Array, Loss]:
         found = loss(*args)
         sums = found if isinstance(found, Loss) else Loss(found)
         total, weight, aux = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), (sums.total, sums.weight, sums.aux))
         return total, Loss(total, *jax.lax.stop_gradient((weight, aux, sums.carried)))
 
-    return of
+    return evaluate
 
 
 def merge(reductions: Reductions, a: Loss, b: Loss) -> Loss:
@@ -138,11 +138,11 @@ def merged(kind: Reduction, a: Array, b: Array) -> Array:
 def before_any(reductions: Reductions, shapes: Carried) -> Carried:
     """Returns the carried state to start an accumulation from: merged with another state, it gives the other state."""
 
-    def of(kind: Reduction, leaf: Leaf) -> Array:
+    def fill(kind: Reduction, leaf: Leaf) -> Array:
         lowest = -jnp.inf if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo(leaf.dtype).min
         return jnp.full(leaf.shape, lowest if kind in ("max", "halt") else 0, leaf.dtype)
 
-    return jax.tree.map(of, reductions, shapes)
+    return jax.tree.map(fill, reductions, shapes)
 
 
 def finished(reductions: Reductions, sums: Loss, count: int, axes: Sequence[str] = (), devices: int = 1) -> Loss:

@@ -41,10 +41,10 @@ _XLA_OPTIONS = (
 
 def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
     """Returns XLA options, `name=value`, of a step with collectives (`fsdp`, `context`, `tensor`) or FP8 matmuls."""
-    sharded = (
-        _XLA_OPTIONS if mesh is not None and max(mesh.shape.get(axis, 1) for axis in (AXIS, *PARTITIONED_AXES)) > 1 else ()
-    )
-    return (*sharded, *(FP8_XLA_OPTIONS if fp8 and not fp8.calibrates else ()))
+    has_collectives = mesh is not None and max(mesh.shape.get(axis, 1) for axis in (AXIS, *PARTITIONED_AXES)) > 1
+    of_collectives = _XLA_OPTIONS if has_collectives else ()
+    of_fp8 = FP8_XLA_OPTIONS if fp8 and not fp8.calibrates else ()
+    return (*of_collectives, *of_fp8)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,7 +68,8 @@ def wanted(choices: FSDPChoices, ranks: int) -> MakeLayout:
     """A layout that moves nothing: adds to the descriptions which axes rules, annotations and experts ask to shard."""
 
     def make(params: Description) -> Layout[Arrays]:
-        axes, devices = asked_axes(list(params), choices.shard_rules, choices.annotations), choices.experts
+        axes = asked_axes(list(params), choices.shard_rules, choices.annotations)
+        devices = choices.experts
         if devices == 1 and choices.shards == "everything":
             return described(lambda name, param: replace(param, wanted=axes.get(name, "any")))(params)
         if ranks % devices:
@@ -99,8 +100,7 @@ def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Annotations) -
     for name, spec in specs.items():
         if spec is None:
             continue
-        named = [(i, part) for i, part in enumerate(spec) if part is not None]
-        named = [(i, part) for i, part in named if part not in PARTITIONED_AXES]
+        named = [(i, part) for i, part in enumerate(spec) if part is not None and part not in PARTITIONED_AXES]
         if any(part != AXIS for _, part in named) or len(named) > 1:
             must = f"must be {AXIS!r} or {Axis.TENSOR.value!r}, each at most once"
             raise ConfigError(f"{name} has the partition names {tuple(spec)}: {must}", field="fsdp")

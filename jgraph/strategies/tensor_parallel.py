@@ -97,8 +97,8 @@ class Split:
         if len(self.parts) < 2:
             return array
         axis = self.axis % array.ndim
-        length, units = array.shape[axis], sum(self.parts)
-        shares = [count * (length // units) // devices for count in self.parts]
+        unit = array.shape[axis] // sum(self.parts)
+        shares = [count * unit // devices for count in self.parts]
         ends = [sum(shares[: i + 1]) for i in range(len(shares) - 1)]
         before, after = array.shape[:axis], array.shape[axis + 1 :]
         if inverse:
@@ -194,7 +194,8 @@ class TensorParallel:
 
 def _split(split: Split, param: Param, mesh: AbstractMesh) -> Change:
     """Orders a concatenated axis by device, and places it on the devices."""
-    devices, axis = mesh.shape[AXIS], split.axis % len(param.shape)
+    devices = mesh.shape[AXIS]
+    axis = split.axis % len(param.shape)
     placed = param.placed(axis, AXIS)
     # Otherwise XLA replicates the array while it stacks or slices the layers of a pipeline.
     spec = PartitionSpec(*[AXIS if i == axis else PartitionSpec.UNCONSTRAINED for i in range(len(param.shape))])
@@ -242,11 +243,11 @@ def _from(x: Array, shift: int) -> Array:
 def specs_of(rules: Mapping[str, Split | None], params: Params) -> Specs:
     """Returns a PartitionSpec for each array of a step, for a function on their shards (`jgraph.mesh.per_shard`)."""
 
-    def of(path: KeyPath, leaf: Leaf) -> PartitionSpec:
+    def place(path: KeyPath, leaf: Leaf) -> PartitionSpec:
         split = _split_of(rules, path_name(path), leaf.shape)  # not checked: the devices share the axis equally
         return PartitionSpec(*[AXIS if split and i == split.axis % leaf.ndim else None for i in range(leaf.ndim)])
 
-    return jax.tree_util.tree_map_with_path(of, params)
+    return jax.tree_util.tree_map_with_path(place, params)
 
 
 def _split_of(
