@@ -33,56 +33,34 @@ _CLUSTER = "cluster"
 
 
 class _Shape(NamedTuple):
-    """Tile sizes of a kernel.
+    """Tile sizes of a kernel."""
 
-    Attributes:
-        columns: Columns per tile.
-        stages: Stages of the ring buffer.
-        slots: Number of pieces of a tile, one line wide, that a warpgroup stages in shared memory while it stores them.
-    """
-
-    columns: int
-    stages: int
-    slots: int
+    columns: int  # of a tile
+    stages: int  # of the ring buffer
+    slots: int  # pieces of a tile, one line wide, that a warpgroup stages in shared memory while it stores them
 
 
 class _Cursor(NamedTuple):
-    """The current group of a block. A block visits the groups in order.
+    """The current group of a block, which visits the groups in order. Numbers are int32."""
 
-    Attributes:
-        group: int32, index of the group. Group G holds the rows beyond the sum of the sizes.
-        begin: int32, first row of the group.
-        end: int32, first row of the next group.
-        first: int32, first pair of tiles of the group.
-        after: int32, first pair of tiles of the next group.
-    """
-
-    group: Array
-    begin: Array
-    end: Array
-    first: Array
-    after: Array
+    group: Array  # group G holds the rows beyond the sum of the sizes
+    begin: Array  # first row of the group
+    end: Array  # first row of the next group
+    first: Array  # first pair of tiles of the group
+    after: Array  # first pair of tiles of the next group
 
 
 class _Tiles(NamedTuple):
-    """The pairs of tiles of all groups, numbered group by group.
+    """The pairs of tiles of all groups, numbered group by group."""
 
-    Attributes:
-        sizes: Reference to int32 [G], the number of rows of each group.
-        M: Total number of rows.
-        pairs: Maps `begin` and `end` of a group to its number of pairs.
-    """
-
-    sizes: Ref
+    sizes: Ref  # int32 [G], number of rows of each group
     M: int
-    pairs: Callable[[Array, Array], Array]
+    pairs: Callable[[Array, Array], Array]  # from `begin` and `end` of a group to its number of pairs
 
     def start(self) -> _Cursor:
-        """Returns a cursor before the first group."""
-        return _Cursor(jnp.int32(-1), *(jnp.int32(0),) * 4)
+        return _Cursor(jnp.int32(-1), *(jnp.int32(0),) * 4)  # before the first group
 
     def next(self, at: _Cursor) -> _Cursor:
-        """Returns the cursor at the next group."""
         G, group = self.sizes.shape[0], at.group + 1
         end = jnp.minimum(at.end + self.sizes[jnp.minimum(group, G - 1)], self.M)
         end = jnp.where(group == G, self.M, end)
@@ -93,63 +71,37 @@ class _Tiles(NamedTuple):
         return lax.while_loop(lambda at: at.after <= pair, self.next, at)
 
     def total(self) -> Array:
-        """Returns the total number of pairs."""
         last = lax.fori_loop(0, self.sizes.shape[0] + 1, lambda _, at: self.next(at), self.start())
         return last.after
 
 
 class _Work(NamedTuple):
-    """The work of one tile, for `_persistent`.
+    """The work of one tile, for `_persistent`. Numbers are int32."""
 
-    Attributes:
-        steps: int32, number of matmuls to accumulate; the same for both tiles of a pair.
-        valid: bool, True if the warpgroup's half of the tile has a valid row, and the tile a valid column.
-        columns: int32, number of valid columns.
-        right: int32, identifies the right operand.
-        load: `load(step, stage, kept)` starts the copies of a step into a stage of the ring buffer. If `kept`, the stage has
-            the right operand of the step.
-        operands: `operands(stage, columns)` returns references to the warpgroup's operands in a stage.
-        finish: `finish(accumulator)` stores the warpgroup's result.
-        mask: `mask(step, stage)` sets the warpgroup's invalid rows of a stage to zero. None if there are none.
-        prepare: `prepare(columns)` starts the copies of the addend of the result. None if there is no addend.
-    """
-
-    steps: Array
-    valid: Array
-    columns: Array
-    right: Array
+    steps: Array  # number of matmuls to accumulate; the same for both tiles of a pair
+    valid: Array  # bool: the warpgroup's half of the tile has a valid row, and the tile a valid column
+    columns: Array  # number of valid columns
+    right: Array  # identifies the right operand
+    # `load(step, stage, kept)` starts the copies of a step into a stage of the ring buffer. If `kept`, the stage has the right
+    # operand of the step.
     load: Callable[[Array, Array, Array], None]
-    operands: Callable[[Array, int], tuple[Ref, Ref]]
-    finish: Callable[[Array], None]
-    mask: Callable[[Array, Array], None] | None = None
-    prepare: Callable[[int], None] | None = None
+    operands: Callable[[Array, int], tuple[Ref, Ref]]  # of the warpgroup, from a stage and a number of columns
+    finish: Callable[[Array], None]  # stores the warpgroup's result, the accumulator
+    mask: Callable[[Array, Array], None] | None = None  # `mask(step, stage)` sets the warpgroup's invalid rows to zero
+    prepare: Callable[[int], None] | None = None  # `prepare(columns)` starts the copies of the addend of the result
 
 
 def _persistent(
     tiles: _Tiles,
-    total: Array,
-    work: Callable[[_Cursor, Array], _Work],
+    total: Array,  # int32, number of pairs of tiles
+    work: Callable[[_Cursor, Array], _Work],  # of this block's tile, from a cursor and the index of a pair in its group
     shape: _Shape,
-    columns: int,
-    full: Ref,
-    empty: Ref,
-    run: int = 1,
+    columns: int,  # of the result
+    full: Ref,  # barriers of filled stages
+    empty: Ref,  # barriers of consumed stages
+    run: int = 1,  # number of consecutive pairs that a cluster computes in sequence
 ) -> None:
-    """Runs a block's share of the tiles: one warpgroup loads, two multiply and store.
-
-    A tile with fewer steps than stages skips the other stages. Therefore a step has the same stage in consecutive tiles with at
-    most as many steps as stages, and their common right operand is loaded once.
-
-    Args:
-        tiles: The tiles of all groups.
-        total: int32, their number of pairs.
-        work: Maps a cursor and the index of a pair in its group to the work of this block's tile.
-        shape: Tile sizes.
-        columns: Number of columns of the result.
-        full: Barriers that signal filled stages.
-        empty: Barriers that signal consumed stages.
-        run: Number of consecutive pairs that a cluster computes in sequence.
-    """
+    """Runs a block's share of the tiles: one warpgroup loads, two multiply and store."""
     gpu, places, widths = plgpu(), shape.stages, _widths(shape, columns)
     wg, cluster = lax.axis_index("wg"), lax.axis_index("clusters")
     count = lax.div(total + (_CLUSTERS * run - 1), jnp.int32(_CLUSTERS * run)) * run
@@ -172,6 +124,8 @@ def _persistent(
             at = tiles.seek(at, number)
             tile = work(at, number - at.first)
             tile = tile._replace(steps=jnp.where(exists, tile.steps, 0), valid=exists & tile.valid)
+            # A tile with fewer steps than stages skips the other stages. A step therefore has the same stage in consecutive
+            # tiles with at most as many steps as stages, and their common right operand is loaded once.
             stages = jnp.where(tile.steps > 0, jnp.maximum(tile.steps, places), 0)
             each(tile, seen, stages, (tile.right == before) & (stages == places))
             return at, seen + stages, jnp.where(tile.steps > 0, tile.right, before)
@@ -249,7 +203,6 @@ def _widths(shape: _Shape, columns: int) -> tuple[int, ...]:
 
 
 def _aligned(row: Array) -> Array:
-    """Rounds a row down to a multiple of `ALIGNED`, because a copy can only start there."""
     return pl.multiple_of(lax.div(row, jnp.int32(ALIGNED)) * ALIGNED, ALIGNED)
 
 
@@ -257,21 +210,11 @@ def _persistent_kernel(
     body: Callable[..., None],
     outs: Sequence[jax.ShapeDtypeStruct],
     stages: int,
-    rings: Sequence[pl.MemoryRef],
-    staged: pl.MemoryRef,
-    barriers: int = 0,
+    rings: Sequence[pl.MemoryRef],  # types of the ring buffers
+    staged: pl.MemoryRef,  # type of the buffer that stages results
+    barriers: int = 0,  # in addition to the barriers of filled and consumed stages
 ) -> Callable[..., Sequence[Array]]:
-    """Returns a kernel with one block per multiprocessor, in clusters of two.
-
-    Args:
-        body: Body of the kernel. Its scratch arguments are `rings`, `staged`, the barriers of filled stages, the barriers of
-            consumed stages, and the additional barriers if `barriers` is not 0.
-        outs: Shapes and dtypes of the results.
-        stages: Number of stages of the ring buffer.
-        rings: Types of the ring buffers.
-        staged: Type of the buffer that stages results.
-        barriers: Number of additional barriers.
-    """
+    """Returns a kernel with one block per multiprocessor, in clusters of two."""
     body.__qualname__ = body.__name__
     gpu = plgpu()
     return kernel(
@@ -303,21 +246,10 @@ _RUN = 4
 """Number of pairs in sequence for wgrad of small groups."""
 
 
+# Not checked: sizes are those that `_fits` of grouped.py allows, and FP8 has an order with K last. Rows beyond the sum of the
+# sizes give zeros.
 def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Array | None = None) -> Array:
-    """Multiplies the rows of each group by its matrix, and the result by `scale`, in a kernel for Hopper. Checks no argument.
-
-    Rows of other groups in a tile are loaded and multiplied, but not stored.
-
-    Args:
-        x_MK: bfloat16 or FP8, sorted by group; M a multiple of 8, K of 64 (128 for FP8).
-        weights: One matrix per group, bfloat16 or FP8, with its axes in `order`; N a multiple of 64.
-        sizes_G: int32, number of rows of each group. Rows beyond the sum give zeros.
-        order: Order of the axes of `weights`: "GKN", "GNK" or "NGK". FP8 needs an order with K last.
-        scale: float32 scalar; None for 1.
-
-    Returns:
-        [M, N], bfloat16.
-    """
+    """Multiplies the rows of each group by its matrix, and the result by `scale`, in a kernel for Hopper."""
     gpu = plgpu()
     (M, K), G = x_MK.shape, sizes_G.size
     N, K_last = weights.shape[order.index("N")], order.endswith("K")
@@ -365,6 +297,7 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
                 pl.when(beside < 0)(lambda: copy(None, _CLUSTER))
                 pl.when(beside >= 0)(lambda: copy(_CLUSTER, None))
 
+            # Rows of other groups in the tile are loaded and multiplied, but not stored.
             def finish(acc: Array) -> None:
                 acc = (acc * scaled[0][0] if scaled else acc).astype(y.dtype)
                 low, high = jnp.clip(begin - slab, 0, SLAB), jnp.clip(end - slab, 0, SLAB)
@@ -415,22 +348,10 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
     return y_MN
 
 
+# Not checked: arrays are bfloat16, sizes are those that `_fits` of grouped.py allows, rows of dy in no group are finite, and
+# the addend and its sum are float32.
 def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtype: jnp.dtype) -> Array:
-    """Multiplies the transposed rows of x by the rows of dy, group by group, in a kernel for Hopper. Checks no argument.
-
-    In the first and last step of a tile, the rows of x of other groups are set to zero in shared memory. The addend is loaded
-    while the tile is multiplied, added in registers, and overwritten in place.
-
-    Args:
-        x_MK: bfloat16, sorted by group; M a multiple of 8, K of 64.
-        dy_MN: bfloat16, finite also in rows beyond the sum of `sizes_G`; N a multiple of 64.
-        sizes_G: int32, number of rows of each group. An empty group gives zeros.
-        add_GKN: float32, added to the result; None adds nothing. XLA copies it unless the caller's jit donates it.
-        dtype: Dtype of the result, bfloat16 or float32; float32 with `add_GKN`.
-
-    Returns:
-        [G, K, N] in `dtype`.
-    """
+    """Computes x.T @ dy + add [G, K, N] of each group's rows, in a kernel for Hopper."""
     gpu = plgpu()
     adds = add_GKN is not None
     shape, step = _SUM if adds else _PRODUCT, SWIZZLED
@@ -468,6 +389,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
 
                 pl.when(kept)(lambda: gpu.barrier_arrive(full.at[place]))
 
+            # The first and last step of a tile may load rows of other groups.
             def mask(k: Array, place: Array) -> None:
                 low, high = begin - top - k * step, end - top - k * step
 
@@ -525,6 +447,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
     if add_GKN is None:
         (dw_GKN,) = call(sizes_G, x_MK, dy_MN)
         return dw_GKN
+    # Overwritten in place. XLA copies the addend unless the caller's jit donates it.
     sum_GKN = jax.new_ref(add_GKN)
     call(sizes_G, x_MK, dy_MN, sum_GKN)
     return sum_GKN[...]

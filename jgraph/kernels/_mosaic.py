@@ -25,7 +25,6 @@ Slice: TypeAlias = slice | pl.Slice
 
 
 def plgpu() -> ModuleType:  # not imported at the top: jax 0.10, which the type checker uses, exports fewer names
-    """Returns the module `jax.experimental.pallas.mosaic_gpu`."""
     from jax.experimental.pallas import mosaic_gpu
 
     return mosaic_gpu
@@ -37,11 +36,9 @@ def target() -> Device | None:
 
 
 def has_mosaic() -> bool:
-    """True if the target device runs Mosaic kernels that need no wgmma: Hopper or Blackwell, with jax 0.11 or newer.
-
-    False in a function that XLA partitions, because XLA would gather the arguments of a kernel.
-    """
+    """True if the target device runs Mosaic kernels that need no wgmma: Hopper or Blackwell, with jax 0.11 or newer."""
     device = target()
+    # XLA would gather the arguments of a kernel in a function that it partitions.
     return is_whole() and device is not None and device.capability >= (9, 0) and jax.__version_info__ >= (0, 11)
 
 
@@ -52,38 +49,24 @@ def has_wgmma() -> bool:
 
 
 def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None) -> pl.MemoryRef:
-    """Returns the type of a scratch array in shared memory that the tensor cores can read: tiled and swizzled.
-
-    A tile has 8 rows and `columns` columns; None for as many as fit into a line of 128 bytes.
-    """
+    """Returns the type of a scratch array in shared memory that the tensor cores can read: tiled and swizzled."""
     size = jnp.dtype(dtype).itemsize
+    # A tile has 8 rows, and by default as many columns as fit into a line.
     columns = LINE // size if columns is None else columns
     layout = plgpu().TilingTransform((8, columns)), plgpu().SwizzleTransform(size * columns)
     return plgpu().SMEM(shape, dtype, transforms=layout)
 
 
 def kernel(
-    body: Callable[..., None],
+    body: Callable[..., None],  # of references to inputs, results and scratch arrays; called while the kernel is traced
     outs: Sequence[jax.ShapeDtypeStruct],
     *,
-    semantics: Literal["Lane", "Warpgroup"] = "Warpgroup",
-    **options: Any,
+    semantics: Literal["Lane", "Warpgroup"] = "Warpgroup",  # executes an operation of the body: a thread or 128 of them
+    **options: Any,  # of `jax.experimental.pallas.mosaic_gpu.kernel`
 ) -> Callable[..., Sequence[Array]]:
-    """Returns the function that runs a Mosaic GPU kernel. On a CPU, it runs the kernel in Pallas' interpreter.
-
-    Roots and exponentials in the kernel are accurate to 2 float32 ulp.
-
-    Args:
-        body: Body of the kernel, a function of references to inputs, results and scratch arrays. It is called while the kernel
-            is traced.
-        outs: Shapes and dtypes of the results.
-        semantics: Unit that executes an operation of the body: a warpgroup of 128 threads (Warpgroup) or a thread (Lane).
-        **options: Other arguments of `jax.experimental.pallas.mosaic_gpu.kernel`, such as `scratch_types` and `grid`.
-
-    Returns:
-        A function of the input arrays. It returns the results in the order of `outs`.
-    """
+    """Returns the function that runs a Mosaic GPU kernel. On a CPU, it runs the kernel in Pallas' interpreter."""
     gpu = plgpu()
+    # Roots and exponentials are accurate to 2 float32 ulp.
     params = gpu.CompilerParams(approx_math=True, lowering_semantics=gpu.LoweringSemantics[semantics])
     interpret = gpu.InterpretGPUParams() if on_cpu() else None
     return gpu.kernel(body, out_type=tuple(outs), compiler_params=params, interpret=interpret, **options)
@@ -98,17 +81,14 @@ def store(ref: Ref, values: Array) -> None:
 
 
 def transposed(ref: Ref) -> Ref:
-    """Returns a reference to the transposed matrix, inside of a kernel."""
     return ref.T  # pyright: ignore[reportAttributeAccessIssue]  # jax's class lacks a method that its traced references have
 
 
 def products(*sums: Sequence[tuple[Ref, Ref]]) -> Sequence[Array]:
-    """Computes sums of matmuls on the tensor cores, inside of a kernel: for each argument, the sum of a @ b over its pairs.
-
-    Issues all matmuls before the first wait. Operands are in shared memory, results are float32 in registers.
-    """
+    """Returns the sum of a @ b over the pairs of each argument, float32 in registers. Operands are in shared memory."""
 
     def run(*accs: Ref) -> list[Array]:
+        # All matmuls are issued before the first wait.
         for acc, pairs in zip(accs, sums, strict=True):
             for a, b in pairs:
                 plgpu().wgmma(acc, a, b)

@@ -19,19 +19,7 @@ WIDTH = 128
 def call(
     body: Callable[..., None], outs: Sequence[jax.ShapeDtypeStruct], blocks: int, scratch: Sequence[pl.MemoryRef] = ()
 ) -> Callable[..., Sequence[Array]]:
-    """Returns the function that runs a kernel on `blocks` blocks of threads along the grid axis `i`.
-
-    Args:
-        body: Body of the kernel. It is called while the kernel is traced, with references to the input arrays, the results and
-            the scratch buffers, in this order.
-        outs: Shapes and dtypes of the results.
-        blocks: Size of the grid.
-        scratch: Types of the scratch buffers.
-
-    Returns:
-        A function of the kernel's input arrays. It runs the kernel and returns a sequence of the results, in the order of
-        `outs`.
-    """
+    """Returns the function that runs a kernel on `blocks` blocks of threads along the grid axis `i`."""
     return kernel(body, outs, semantics="Lane", scratch_types=scratch, grid=(blocks,), grid_names=("i",))
 
 
@@ -44,46 +32,29 @@ def layout(columns: int = WIDTH // 32) -> Any:  # jax does not export the class
 
 
 def load(ref: Ref, *at: Slice) -> Array:
-    """Loads a block of `ROWS` rows inside of a kernel.
-
-    Args:
-        ref: Reference to an array in device memory.
-        *at: Index of the block: the slice of `ROWS` rows, and optionally a slice of columns, a multiple of `WIDTH`.
-
-    Returns:
-        The values, float32, distributed over the registers of the threads as in `layout`.
-    """
+    """Loads `ROWS` rows, and optionally a slice of a multiple of `WIDTH` columns, as float32 in `layout`."""
     return laid_out(plgpu().load(ref.at[at], layout=layout(), optimized=False).astype(jnp.float32))
 
 
 def load_columns(ref: Ref) -> Array:
-    """Loads the vector at the reference `ref`, with one element per column, inside of a kernel. Returns float32."""
+    """Loads a vector with one element per column as float32."""
     return plgpu().load(ref, layout=layout().reduce(0), optimized=False).astype(jnp.float32)
 
 
 def load_rows(ref: Ref) -> Array:
-    """Loads the vector at the reference `ref`, with one element per row (`ROWS` rows), inside of a kernel. Keeps its dtype."""
+    """Loads a vector with one element for each of `ROWS` rows. Keeps its dtype."""
     return plgpu().load(ref, layout=layout().reduce(1), optimized=False)
 
 
 def laid_out(values: Array) -> Array:
-    """Converts an array of `ROWS` rows to `layout`."""
     return plgpu().layout_cast(values, layout())
 
 
 def by_row(vector: Array, width: int) -> Array:
-    """Broadcasts a vector inside of a kernel.
-
-    Args:
-        vector: One element for each of `ROWS` rows.
-        width: Number of columns of the result, a multiple of `WIDTH`.
-
-    Returns:
-        The array [ROWS, width] in the register layout of `layout`.
-    """
+    """Broadcasts a vector with one element per row to [ROWS, width] in `layout`. The width is a multiple of `WIDTH`."""
     return laid_out(lax.broadcast_in_dim(plgpu().layout_cast(vector, layout().reduce(1)), (ROWS, width), (0,)))
 
 
 def by_column(vector: Array) -> Array:
-    """Broadcasts a vector with one element per column to [ROWS, columns], in the register layout of `layout`."""
+    """Broadcasts a vector with one element per column to [ROWS, columns] in `layout`."""
     return laid_out(lax.broadcast_in_dim(vector, (ROWS, *vector.shape), (1,)))

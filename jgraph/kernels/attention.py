@@ -22,34 +22,10 @@ from jgraph.kernels._mosaic import SLAB, Ref, Slice, has_wgmma, kernel, plgpu, p
 from jgraph.kernels.rotary import rotated_heads
 
 
+# N = 3H are H heads of queries, then H of keys, then H of values, in bfloat16 or float32. The tables have the cosines and sines
+# of the angle of each token and pair of dimensions (i, i + P), in float32. `mosaic` has no gradient for them.
 def rotary_attention(qkv_BTNK: Array, cos_TP: np.ndarray, sin_TP: np.ndarray, *, implementation: str = "auto") -> Array:
-    """Applies the rotary embedding to queries and keys, and computes causal attention with as many key heads as query heads.
-
-    The axes are B batch, T tokens of a sequence, H heads, K head size and P = K / 2 pairs of dimensions. Scores are multiplied
-    by 1 / sqrt(K). Differentiable in `qkv_BTNK`. `mosaic` has no gradient for `cos_TP` and `sin_TP`; treat them as constants.
-
-    Args:
-        qkv_BTNK: [B, T, 3H, K], bfloat16 or float32: H heads of queries, then H heads of keys, then H heads of values.
-        cos_TP: float32 [T, P], cosine of the rotation angle of each token and pair of dimensions (i, i + P). The pair (a, b)
-            becomes (a * cos - b * sin, b * cos + a * sin).
-        sin_TP: float32 [T, P], sine of the same angles.
-        implementation: `mosaic`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper, or Pallas' interpreter on a CPU; jax
-            0.11 or newer; bfloat16; T and K each 64 or 128, but not both 128). `xla` is plain JAX and runs on any device.
-            `auto` selects `mosaic` on Hopper if it supports the array, else `xla`.
-
-    Returns:
-        The attention before the output projection, [B, T, H, K] in the dtype of `qkv_BTNK`.
-
-    Raises:
-        ConfigError: If `implementation` is not one of these names.
-        ShapeError: If `qkv_BTNK` is not [B, T, 3H, K] with an even K, if a table is not [T, P], or if `implementation` is
-            `mosaic` and the kernel does not support the shape or dtype.
-
-    Examples:
-        >>> tables = np.ones((2, 4), np.float32), np.zeros((2, 4), np.float32)
-        >>> rotary_attention(jnp.ones((1, 2, 3, 8)), *tables).shape
-        (1, 2, 1, 8)
-    """
+    """Rotates queries and keys, and computes causal attention [B, T, H, K] with as many key heads as query heads."""
     T, N, K = qkv_BTNK.shape[-3:]
     matches = qkv_BTNK.ndim == 4 and N % 3 == 0 and K % 2 == 0 and cos_TP.shape == sin_TP.shape == (T, K // 2)
     tables = f"`cos_TP` {list(cos_TP.shape)} and `sin_TP` {list(sin_TP.shape)}, which must be [T, K/2]"
@@ -60,18 +36,7 @@ def rotary_attention(qkv_BTNK: Array, cos_TP: np.ndarray, sin_TP: np.ndarray, *,
 
 
 def choose(shape: tuple[int, ...], dtype: DTypeLike) -> str:
-    """Returns the implementation that `rotary_attention` selects for `auto`. Runs nothing.
-
-    The target device is the device of the current abstract mesh, or JAX's first device if there is none.
-
-    Args:
-        shape: Shape [B, T, 3H, K] of the argument `qkv_BTNK`: B batch, T tokens, H heads, K head size.
-        dtype: Dtype of `qkv_BTNK`.
-
-    Returns:
-        `mosaic` if the target device is a Hopper GPU, jax is 0.11 or newer, the dtype is bfloat16, and T and K are each 64 or
-        128 but not both 128; else `xla`.
-    """
+    """Returns the implementation that `rotary_attention` selects for `auto` and an argument `qkv_BTNK` of this shape."""
     return "mosaic" if has_wgmma() and _fits(shape, dtype) else "xla"
 
 
@@ -81,7 +46,6 @@ def _fits(shape: tuple[int, ...], dtype: DTypeLike) -> bool:
 
 
 def _xla(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array) -> Array:
-    """Reference implementation."""
     H = qkv_BTNK.shape[2] // 3
     q_BTHK, k_BTHK, v_BTHK = rotated_heads(qkv_BTNK, cos_TP, sin_TP, num_heads=H, num_kv_heads=H)
     return jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, implementation="xla")
@@ -153,16 +117,12 @@ def _jgraph_attention_backward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, dy
 
 
 def _kernel(
-    body: Callable[..., None], qkv: Array, out: tuple[int, ...], buffers: dict[str, tuple[int, ...]]
+    body: Callable[..., None],
+    qkv: Array,
+    out: tuple[int, ...],  # shape of the result
+    buffers: dict[str, tuple[int, ...]],  # shapes of the shared memory of each warpgroup, besides q, k and v
 ) -> Callable[..., Sequence[Array]]:
-    """Returns a kernel with one block per sequence and head, and one warpgroup per 64 tokens.
-
-    Args:
-        body: Body of the kernel.
-        qkv: The queries, keys and values.
-        out: Shape of the result.
-        buffers: Shapes of the shared memory buffers that each warpgroup has besides q, k and v.
-    """
+    """Returns a kernel with one block per sequence and head, and one warpgroup per 64 tokens."""
     B, T, N, K = qkv.shape
     tiles, pairs = T // SLAB, K // 2
     # Operands of one matmul need equal tiles, and half a head is one tile wide.
@@ -216,20 +176,14 @@ class _Head:
         self.all_ready()
 
     def rows(self, tile: Array | int) -> Slice:
-        """Returns the slice of the tokens of a tile."""
         return pl.ds(tile * SLAB, SLAB)
 
     def all_ready(self) -> None:
-        """Waits for all warpgroups."""
         plgpu().barrier_arrive(self.ready)
         plgpu().barrier_wait(self.ready)
 
     def exps(self) -> tuple[list[Array], Array]:
-        """Computes the unnormalized softmax of the warpgroup's queries.
-
-        Returns:
-            exp(score - largest score of the query) for each tile of keys, and the sum over all keys of each query.
-        """
+        """Computes exp(score - largest score of the query) for each tile of keys, and its sum over all keys of each query."""
         tile = (SLAB, SLAB)
         scale = math.log2(math.e) * (2 * self.q.shape[3]) ** -0.5
         iota = functools.partial(plgpu().broadcasted_iota, jnp.int32, tile, layout=plgpu().Layout.WGMMA)

@@ -20,34 +20,20 @@ BLOCK = 32
 
 
 class Blocks(NamedTuple):
-    """An MXFP8 matrix. Element (i, k) has the value `elements[i, k] * scales[i, k // 32]`.
+    """An MXFP8 matrix. Element (i, k) has the value `elements[i, k] * scales[i, k // 32]`."""
 
-    Attributes:
-        elements: float8_e4m3fn [M, K].
-        scales: float8_e8m0fnu [M, K / 32], powers of two; NaN for a block with an infinity or a NaN.
-    """
-
-    elements: Array
-    scales: Array
+    elements: Array  # float8_e4m3fn [M, K]
+    scales: Array  # float8_e8m0fnu [M, K / 32]; NaN for a block with an infinity or a NaN
 
 
 def quantize_blocks(x_MK: Array) -> Blocks:
-    """Quantizes a matrix to MXFP8.
-
-    The scale of a block is the smallest power of two for which the block is in the range of E4M3, as in Transformer Engine.
-    Elements are rounded to nearest even. Not differentiable.
-
-    Args:
-        x_MK: bfloat16 or float32 matrix; K is a multiple of 32.
-
-    Returns:
-        The quantized matrix, with blocks along the last axis.
-    """
+    """Quantizes a bfloat16 or float32 matrix along K, a multiple of 32. Not differentiable."""
     M, K = x_MK.shape
     x_MBE = x_MK.astype(jnp.float32).reshape(M, K // BLOCK, BLOCK)
     ratio = jnp.max(jnp.abs(x_MBE), axis=2) / float(jnp.finfo(jnp.float8_e4m3fn).max)
     bits = lax.bitcast_convert_type(ratio, jnp.uint32)
-    # Rounded up to a power of two. The inverse of the smallest exponent is a finite number. The exponent 255 is a NaN.
+    # The smallest power of two for which the block is in the range of E4M3, as in Transformer Engine. The inverse of the
+    # smallest exponent is a finite number. The exponent 255 is a NaN.
     exponent = jnp.clip((bits >> 23) + (bits & 0x7FFFFF != 0), 1, 255)
     scales = lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
     elements = (x_MBE / scales.astype(jnp.float32)[:, :, None]).astype(jnp.float8_e4m3fn).reshape(M, K)
@@ -62,26 +48,15 @@ def has_block_dot() -> bool:
 
 
 def block_dot(a: Blocks, b: Blocks, dtype: DTypeLike) -> Array:
-    """Multiplies MXFP8 matrices [M, K] and [N, K], contracts K, and accumulates in float32. Not differentiable.
-
-    On a device without MXFP8 matmuls, it multiplies the values in bfloat16, which represents them exactly.
-
-    Args:
-        a: The left operand.
-        b: The right operand.
-        dtype: Dtype of the result, bfloat16 or float32.
-
-    Returns:
-        The product [M, N] in `dtype`.
-    """
+    """Multiplies [M, K] and [N, K] to [M, N], bfloat16 or float32. Accumulates in float32. Not differentiable."""
     if has_block_dot():
         operands = a.elements[None], b.elements[None], a.scales[None], b.scales[None]
         return jax.nn.scaled_matmul(*operands, preferred_element_type=dtype)[0]
+    # bfloat16 represents the values exactly.
     return lax.dot_general(_values(a), _values(b), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 def _values(x: Blocks) -> Array:
-    """Returns the values of a matrix in bfloat16."""
     M, K = x.elements.shape
     blocks = x.elements.astype(jnp.bfloat16).reshape(M, K // BLOCK, BLOCK)
     return (blocks * x.scales.astype(jnp.bfloat16)[:, :, None]).reshape(M, K)

@@ -48,33 +48,17 @@ def document_attention(
 ) -> Array:
     """Computes causal attention within each document, like `jax.nn.dot_product_attention` with the equivalent mask.
 
-    A sequence consists of one or more documents. A query reads the keys of its own document up to its own position. The axes
-    are B batch, S queries and T keys of a sequence, H query heads, G key and value heads, and K head size. Query head h reads
-    key head h // (H / G). Scores are multiplied by 1 / sqrt(K). Differentiable in queries, keys and values.
+    Queries and keys are rotated. Query head h reads key head h // (H / G). Differentiable in queries, keys and values. Arrays
+    are bfloat16 or float32, and the positions are int32:
 
-    Without `positions_S`, S equals T. With it, a device of a context-parallel group passes its own queries and the keys of the
-    whole sequence. The gradients of keys and values are then sums over the local queries.
+    - `starts_BS`: for each query, the index in its sequence of the first token of its document. At most the index of the query,
+      and nondecreasing along S; neither is checked.
+    - `positions_S`: the index in the sequence of each query; None for all T tokens. Strictly ascending, which is not checked. A
+      device of a context-parallel group passes its own queries and the keys of the whole sequence, and gets the sums over its
+      queries as the gradients of keys and values.
 
-    Args:
-        q_BSHK: Queries [B, S, H, K] after the rotary embedding, bfloat16 or float32.
-        k_BTGK: Keys [B, T, G, K] after the rotary embedding, in the dtype of `q_BSHK`; G must divide H.
-        v_BTGK: Values [B, T, G, K], in the dtype of `q_BSHK`.
-        starts_BS: int32 [B, S]: for each query, the index in its sequence of the first token of its document. At most the index
-            of the query, and nondecreasing along S; neither is checked.
-        positions_S: int32 [S], the index in the sequence of each query, from 0 to T - 1. The same for all sequences of the
-            batch. Strictly ascending, which is not checked. None for the indices 0 to T - 1.
-        implementation: `mosaic`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper; jax 0.11 or newer; bfloat16; K at most
-            128; with `positions_S`, S and T multiples of 128). It is fastest if each group of 128 queries has consecutive
-            positions. `xla` is plain JAX, runs on any device, and holds the scores [B, H, S, T] in memory. `auto` selects
-            `mosaic` on Hopper if it supports the arrays, else `xla`.
-
-    Returns:
-        The attention before the output projection, [B, S, H, K] in the dtype of `q_BSHK`.
-
-    Raises:
-        ConfigError: If `implementation` is not one of these names.
-        ShapeError: If the shapes disagree, G does not divide H, or `positions_S` is not int32; or if `implementation` is
-            `mosaic` and the kernel does not support the dtype or the shapes.
+    `implementation` is `mosaic` (the kernel; fastest if each group of 128 queries has consecutive positions), `xla` (holds the
+    scores [B, H, S, T] in memory) or `auto` (`mosaic` on Hopper with jax 0.11 or newer if it supports the arrays, else `xla`).
 
     Examples:
         >>> q, starts = jnp.ones((1, 4, 2, 8)), jnp.array([[0, 0, 2, 2]])
@@ -101,7 +85,6 @@ def document_attention(
 
 
 def _xla(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BS: Array, positions_S: Array | None) -> Array:
-    """Reference implementation."""
     keys_T = jnp.arange(k_BTGK.shape[1])
     seen_BST = keys_T >= starts_BS[:, :, None]
     if positions_S is not None:
@@ -111,15 +94,13 @@ def _xla(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BS: Array, position
 
 
 def _mosaic(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BS: Array, positions_S: Array | None) -> Array:
-    """Mosaic implementation. Pads S and T to whole tiles and K to 64 or 128. Each padding token is a separate document.
-
-    The functions that it calls take the positions as a tuple of one array, or an empty tuple for the indices 0 to T - 1.
-    """
+    """Pads S and T to whole tiles, and K to 64 or 128. Each padding token is a separate document."""
     S, K = q_BSHK.shape[1], q_BSHK.shape[3]
     rows, columns = -S % _TILE, min(size for size in _HEADS if size >= K) - K
     padding = jnp.arange(S, S + rows, dtype=starts_BS.dtype)
     starts_BS = jnp.concatenate([starts_BS, jnp.broadcast_to(padding, (len(starts_BS), rows))], axis=1)
     qkv = (jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, columns))) for x in (q_BSHK, k_BTGK, v_BTGK))
+    # A tuple of one array, or empty for the indices 0 to T - 1, in all functions below.
     positions = () if positions_S is None else (positions_S,)
     attended: Any = _attend(*qkv, starts_BS, positions, K**-0.5)
     return attended[:, :S, :, :K]
@@ -154,64 +135,35 @@ class _Loop(Protocol):
 
 
 class _Work(NamedTuple):
-    """The work of a block of threads.
+    """The work of a block of threads."""
 
-    Attributes:
-        resident: Slices of device memory. Each is copied once, into the buffer of the same position.
-        steps: int32, number of steps.
-        source: The other slices.
-        compute: Runs a compute warpgroup.
-    """
-
-    resident: Sequence[Ref]
-    steps: Array
-    source: _Source
-    compute: Callable[[_Loop], None]
+    resident: Sequence[Ref]  # slices of device memory, each copied once into the buffer of the same position
+    steps: Array  # int32, number of steps
+    source: _Source  # the other slices
+    compute: Callable[[_Loop], None]  # runs a compute warpgroup
 
 
 class _Place(NamedTuple):
-    """The place of a warpgroup in the grid.
+    """The place of a warpgroup in the grid. Numbers are int32."""
 
-    Attributes:
-        row: int32, index of the sequence in the batch.
-        head: int32, query head, or key head in the kernel that computes the gradients of keys and values.
-        tile: int32, index of the tile of tokens.
-        half: Slice of the warpgroup's tokens in the tile.
-        tokens: Slice of the warpgroup's tokens in the sequence.
-        first: int32, index of the warpgroup's first token.
-    """
-
-    row: Array
-    head: Array
-    tile: Array
-    half: Slice
-    tokens: Slice
-    first: Array
+    row: Array  # index of the sequence in the batch
+    head: Array  # query head, or key head in the kernel that computes the gradients of keys and values
+    tile: Array  # index of the tile of tokens
+    half: Slice  # the warpgroup's tokens in the tile
+    tokens: Slice  # the warpgroup's tokens in the sequence
+    first: Array  # index of the warpgroup's first token
 
 
 def _launch(
     work: Callable[["_Place", Sequence[Ref], Sequence[Ref]], _Work],
     args: Sequence[Array],
-    outs: Sequence[jax.ShapeDtypeStruct],
-    heads: int,
-    buffers: Sequence[pl.MemoryRef],
-    ring: Sequence[pl.MemoryRef],
-    loaded: int,
+    outs: Sequence[jax.ShapeDtypeStruct],  # the first is [B, N, ...] for a grid over tiles of N tokens
+    heads: int,  # of the grid
+    buffers: Sequence[pl.MemoryRef],  # types of the shared memory. The first `loaded` buffers are filled once
+    ring: Sequence[pl.MemoryRef],  # types of the shared memory that each step fills, with a leading axis of stages
+    loaded: int,  # number of slices in `_Work.resident`
 ) -> Sequence[Array]:
-    """Runs `work(place, refs, buffers)` for each sequence of the batch, head and tile of tokens.
-
-    Args:
-        work: Returns the work of a block of threads.
-        args: Input arrays.
-        outs: Shapes and dtypes of the results. The first is [B, N, ...] for a grid over tiles of N tokens.
-        heads: Number of heads in the grid.
-        buffers: Types of the shared memory buffers. The first `loaded` of them are filled once.
-        ring: Types of the shared memory buffers that each step fills, with a leading axis of stages.
-        loaded: Number of slices in `_Work.resident`.
-
-    Returns:
-        The results.
-    """
+    """Runs `work(place, refs, buffers)` for each sequence of the batch, head and tile of tokens."""
     gpu, stages = plgpu(), ring[0].shape[0]
     B, N = outs[0].shape[:2]
 
@@ -287,15 +239,12 @@ def _load(ref: Ref, axis: int) -> Array:
 
 
 def _spread(vector: Array, like: Array, axis: int = 0) -> Array:
-    """Broadcasts a vector along `axis` to the shape of `like`."""
     return lax.broadcast_in_dim(vector, like.shape, (axis,))
 
 
+# `positions` has the position of each query, or of the first of consecutive queries; `first_c` that of the first key.
 def _mask(scores: Array, positions: Array, first_c: Array, starts: Array, axis: int) -> Array:
-    """Sets the scores of keys after the query, or before its document, to -inf. Queries lie along `axis`.
-
-    `positions` has the position of the first of consecutive queries, or of each query; `first_c` that of the first key.
-    """
+    """Sets the scores of keys after the query, or before its document, to -inf. Queries lie along `axis`."""
     iota = functools.partial(plgpu().broadcasted_iota, jnp.int32, scores.shape, layout=plgpu().Layout.WGMMA)
     q = _spread(positions, scores, axis) if positions.ndim else iota(axis) + positions
     c = iota(1 - axis) + first_c
@@ -305,10 +254,7 @@ def _mask(scores: Array, positions: Array, first_c: Array, starts: Array, axis: 
 def _keys(
     k: Ref, v: Ref, starts: Ref, positions: Sequence[Ref], at: _Place, group: Array, C: int
 ) -> tuple[_Source, Array, tuple[Array, ...]]:
-    """Returns the keys that a tile of queries reads: `_Work.source`, its first block of C keys, and bounds relative to it.
-
-    `positions` is empty if S equals T.
-    """
+    """Returns the keys that a tile of queries reads: `_Work.source`, its first block of C keys, and bounds relative to it."""
     begin, end = at.tile * _TILE, (at.tile + 1) * _TILE
     first, plain = (lax.div(starts[at.row, token] + over, jnp.int32(C)) for token, over in ((begin, 0), (end - 1, C - 1)))
     for ref in positions:  # the position of the first query, and the last one rounded up to a block

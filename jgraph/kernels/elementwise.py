@@ -44,7 +44,7 @@ _OPS = {
     "min": jnp.minimum,
     "mul": operator.mul,
     "neg": operator.neg,
-    "one_minus_square": lambda x: 1 - x * x,
+    "one_minus_square": lambda x: 1 - x * x,  # not a JAX primitive
     "rsqrt": lax.rsqrt,
     "sqrt": lax.sqrt,
     "square": lambda x: x * x,
@@ -56,31 +56,14 @@ _OPS = {
 
 @dataclass(frozen=True)
 class Elementwise:
-    """An elementwise function of arrays, computed in float32. Hashable, so that equal functions share a compiled kernel.
+    """An elementwise function of arrays, computed in float32. Hashable, so that equal functions share a compiled kernel."""
 
-    Attributes:
-        inputs: Number of input arrays.
-        steps: Operations as pairs (name, operands). The name is one of the names that `can` lists. An operand is an int, the
-            number of an earlier value, or a float, a constant. Values are numbered from 0: first the inputs, then the result of
-            each step. The last value is the result. Without steps, the result is the first input.
-    """
-
-    inputs: int = 1
+    inputs: int = 1  # number of arguments, which broadcast with each other
+    # Pairs (name of an operation, operands). Values are numbered from 0: first the inputs, then the result of each step. The
+    # last value is the result. Without steps, the result is the first input.
     steps: tuple[tuple[str, tuple[Operand, ...]], ...] = ()
 
     def __call__(self, *inputs: Array) -> Array:
-        """Applies the function.
-
-        Args:
-            *inputs: As many arrays as the attribute `inputs`, of any dtype, with shapes that broadcast with each other. Each is
-                converted to float32.
-
-        Returns:
-            The result, float32 in the broadcast shape.
-
-        Raises:
-            KeyError: If the name of a step is unknown.
-        """
         values = [x.astype(jnp.float32) for x in inputs]
         for name, operands in self.steps:
             values.append(_OPS[name](*(values[i] if isinstance(i, int) else i for i in operands)))
@@ -88,15 +71,7 @@ class Elementwise:
 
 
 def can(name: str) -> bool:
-    """Checks the name of an operation for `Elementwise.steps`.
-
-    Args:
-        name: Name of a JAX primitive, such as `mul`.
-
-    Returns:
-        True for abs, add, add_any, div, erf, erfc, exp, exp2, logistic, max, min, mul, neg, one_minus_square (1 - x * x, not a
-        JAX primitive), rsqrt, sqrt, square, sub and tanh; else False.
-    """
+    """True for the name of an operation of `Elementwise.steps`: a name of `_OPS`."""
     return name in _OPS
 
 
@@ -104,14 +79,7 @@ IDENTITY = Elementwise()
 
 
 class Computed(NamedTuple):
-    """A function with its arguments, in place of the array [M, N] of its results. `cast_transpose` computes the array.
+    """A function with its arguments, in place of the array [M, N] of its results. `cast_transpose` computes the array."""
 
-    Attributes:
-        fn: The function, an `Elementwise`. The Pallas kernel and the XLA implementation of `cast_transpose` round its
-            operations differently.
-        inputs: A tuple with the arguments of the function, bfloat16 or float32. At least one is [M, N]. Others may be columns
-            [M, 1] or rows [1, N], which are broadcast.
-    """
-
-    fn: Elementwise
-    inputs: tuple[Array, ...]
+    fn: Elementwise  # the implementations of `cast_transpose` round its operations differently
+    inputs: tuple[Array, ...]  # bfloat16 or float32. At least one is [M, N]; columns [M, 1] and rows [1, N] are broadcast

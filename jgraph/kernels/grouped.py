@@ -60,66 +60,26 @@ def grouped_dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, *, implementati
     return _dot(x_MK, weights_GKN, sizes_G, _chosen(implementation, (M, K, N), x_MK))
 
 
+# Checks no argument.
 def grouped_dgrad(dy_MN: Array, weights_GKN: Array, sizes_G: Array) -> Array:
-    """Computes the gradient of the argument `x_MK` of `grouped_dot`: each row of dy times the transposed matrix of its group.
-
-    The axes are M rows, G groups, K contracted by `grouped_dot`, and N columns of its result. Selects the implementation
-    automatically: the Pallas kernel, a loop over tiles of rows, or `lax.ragged_dot_general`. Checks no argument.
-
-    Args:
-        dy_MN: dy, the gradient of the result of `grouped_dot`, bfloat16 or float32. Its rows are sorted by group.
-        weights_GKN: One matrix per group, in the dtype of `dy_MN`.
-        sizes_G: int32, number of rows of each group, with a sum of at most M. Rows beyond the sum give zeros.
-
-    Returns:
-        [M, K] in the dtype of `dy_MN`.
-    """
+    """Computes the gradient of `x_MK` of `grouped_dot`: each row of dy times the transposed matrix of its group."""
     (M, N), K = dy_MN.shape, weights_GKN.shape[1]
     return _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, _chosen("auto", (M, K, N), dy_MN))
 
 
 def grouped_dot_fp8(
     x_MK: Array,
-    weights: Array,
-    sizes_G: Array,
-    scale: Array,
+    weights: Array,  # one matrix per group, with its axes in `order`
+    sizes_G: Array,  # as for `grouped_dot`
+    scale: Array,  # float32 scalar. If it is a power of two, the result is rounded only once
     *,
     order: Literal["GNK", "NGK"],
     implementation: str = "auto",
 ) -> Array:
-    """Multiplies the FP8 rows of each group by the FP8 matrix of the group, and the result by `scale`.
-
-    The axes are M rows, G groups, K contracted and N columns of the result. The tensor cores accumulate with about 14 bits. Not
-    differentiable.
-
-    One quantized weight serves forward and the gradient of the rows. Let the weights be G matrices [A, B], quantized by
-    `cast_transpose` as one matrix [G * A, B]. Forward contracts over A: pass the field `columns` of the quantized matrix,
-    reshaped to [B, G, A], with `order` "NGK". The gradient of the rows contracts over B: pass the field `rows`, reshaped to
-    [G, A, B], with `order` "GNK".
-
-    Args:
-        x_MK: float8_e4m3fn or float8_e5m2, sorted by group: the rows of group 0 come first, then the rows of group 1.
-        weights: float8_e4m3fn or float8_e5m2, one matrix per group, with its axes in `order`. `x_MK` and `weights` cannot both
-            be float8_e5m2.
-        sizes_G: int32, number of rows of each group; may be zero. The sum must be at most M, which is not checked. Rows beyond
-            the sum give zeros.
-        scale: float32 scalar. If it is a power of two, the result is rounded only once.
-        order: Order of the axes of `weights`: "GNK" for [G, N, K], or "NGK" for [N, G, K].
-        implementation: `mosaic`, `tiles`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper; jax 0.11 or newer, or 0.12
-            for operands of different dtypes; M a multiple of 8, K of 128, N of 64). `tiles` is a loop over tiles of rows and
-            `xla` is `lax.ragged_dot_general`; both first convert the operands to bfloat16, which is exact. `auto` selects
-            `mosaic` if the device and the FP8 operands permit it. Otherwise, it converts the operands to bfloat16 and selects
-            the kernel for bfloat16 (M a multiple of 8, K and N of 64), else `tiles` on a GPU in the table
-            `jgraph.device.DEVICES`, else `xla`.
-
-    Returns:
-        [M, N], bfloat16.
-
-    Raises:
-        ConfigError: If `implementation` or `order` is not one of these names.
-        ShapeError: If shapes or dtypes disagree, if an array is empty, or if `implementation` is `mosaic` and the kernel does
-            not support the shapes.
-    """
+    """Multiplies the FP8 rows of each group by its FP8 matrix, and the result by `scale`. Not differentiable."""
+    # One quantized weight serves forward and the gradient of the rows. Let the weights be G matrices [A, B], quantized by
+    # `cast_transpose` as one matrix [G * A, B]. Forward contracts over A, and takes the field `columns`, reshaped to [B, G, A],
+    # with `order` NGK. The gradient contracts over B, and takes the field `rows`, reshaped to [G, A, B], with `order` GNK.
     check_choice("order", order, ("GNK", "NGK"))
     _check(sizes_G, _FP8, x_MK=(x_MK, 2), weights=(weights, 3))
     (M, K), G, N = x_MK.shape, sizes_G.size, weights.shape[order.index("N")]
@@ -128,6 +88,8 @@ def grouped_dot_fp8(
     both_e5m2 = x_MK.dtype == weights.dtype == jnp.float8_e5m2
     require(not both_e5m2, "weights", weights, "float8_e4m3fn for `x_MK` float8_e5m2")
     require_scalar("scale", scale)
+    # The kernel for FP8 accumulates with about 14 bits. If it does not run or fit, the operands are converted to bfloat16,
+    # which is exact.
     dtypes_fit = x_MK.dtype == weights.dtype or jax.__version_info__ >= (0, 12)
     fp8 = implementation == "mosaic" or (dtypes_fit and _fits((M, K, N), x_MK.dtype))
     read_as = x_MK.dtype if fp8 else jnp.dtype(jnp.bfloat16)
@@ -147,38 +109,14 @@ def _jgraph_grouped_dot_fp8(
 
 def grouped_wgrad(
     x_MK: Array,
-    dy_MN: Array,
-    sizes_G: Array,
+    dy_MN: Array,  # rows that are in no group are ignored, but must be finite
+    sizes_G: Array,  # the gradient of an empty group is zero
     *,
-    dtype: DTypeLike,
-    add_GKN: Array | None = None,
+    dtype: DTypeLike,  # of the result
+    add_GKN: Array | None = None,  # the kernel updates it in place if the caller's jit donates it; otherwise XLA copies it
     implementation: str = "auto",
 ) -> Array:
-    """Computes the gradient of the weights of `grouped_dot`: the transposed rows of each group times its rows of dy.
-
-    The axes are M rows, G groups, K columns of x and N columns of dy. Accumulates in float32. Not differentiable.
-
-    Args:
-        x_MK: bfloat16 or float32, sorted by group. Rows beyond the sum of `sizes_G` are ignored.
-        dy_MN: Gradient of the result of `grouped_dot`, in the dtype of `x_MK`. Rows beyond the sum of `sizes_G` are ignored,
-            but must be finite.
-        sizes_G: int32, number of rows of each group, with a sum of at most M. The gradient of an empty group is zero.
-        dtype: Dtype of the result, bfloat16 or float32; must be float32 if `add_GKN` is given.
-        add_GKN: float32 [G, K, N], added to the gradient; None adds nothing. The kernel updates the buffer in place if the
-            caller's jit donates this argument; otherwise XLA copies the array, and the caller's array is unchanged.
-        implementation: `mosaic`, `tiles`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper; jax 0.11 or newer; bfloat16;
-            M a multiple of 8, K and N of 64). `tiles` is plain JAX, a loop over tiles of rows. `xla` is
-            `lax.ragged_dot_general`. `auto` selects `mosaic` if the device and the arrays permit it, else `tiles` on a GPU in
-            the table `jgraph.device.DEVICES`, else `xla`.
-
-    Returns:
-        The gradient, plus `add_GKN` if given, [G, K, N] in `dtype`.
-
-    Raises:
-        ConfigError: If `implementation` or `dtype` is not one of these names.
-        ShapeError: If shapes or dtypes disagree, if an array is empty, or if `implementation` is `mosaic` and the kernel does
-            not support the shapes or the dtype.
-    """
+    """Computes the gradient of the weights of `grouped_dot`, plus `add_GKN`. Not differentiable."""
     _check(sizes_G, x_MK=(x_MK, 2), dy_MN=(dy_MN, 2))
     (M, K), N = x_MK.shape, dy_MN.shape[1]
     require(dy_MN.shape[0] == M and dy_MN.dtype == x_MK.dtype, "dy_MN", dy_MN, f"{x_MK.dtype}[{M}, N] like `x_MK`")
@@ -255,11 +193,9 @@ _dot.defvjp(lambda *args: (_dot(*args), args[:3]), _dot_backward)
 
 
 def _ragged_dot(numbers: lax.RaggedDotDimensionNumbers, lhs: Array, rhs: Array, sizes_G: Array) -> Array:
-    """Computes `lax.ragged_dot_general` with a float32 result, also under a `jax.vmap` that maps none of the arguments.
+    """Computes `lax.ragged_dot_general` with a float32 result, also under a `jax.vmap` that maps none of the arguments."""
 
-    JAX's batching rule raises NotImplementedError for such a `vmap`. `jgraph.mesh.with_batch_axes` uses one to bind axes.
-    """
-
+    # JAX's batching rule raises NotImplementedError for such a `vmap`. `jgraph.mesh.with_batch_axes` uses one to bind axes.
     def plain(lhs: Array, rhs: Array, sizes_G: Array) -> Array:
         return lax.ragged_dot_general(lhs, rhs, sizes_G, numbers, preferred_element_type=jnp.float32)
 
@@ -282,21 +218,11 @@ def _cumulative(counts: Array) -> Array:
     return jnp.sum(jnp.where(jnp.tri(counts.size, dtype=bool), counts, 0), axis=1, dtype=jnp.int32)
 
 
+# `body` maps the carry, a group, the first row of a tile (a multiple of `ALIGNED`) and a mask [rows, 1], True for the rows of
+# the group, to the carry. Rows beyond the sum of the sizes are in no group.
 def _over_tiles(sizes_G: Array, M: int, body: Callable[[Array, Array, Array, Array], Array], init: Array) -> Array:
-    """Loops over tiles of rows. Each tile has the rows of one group.
-
-    Does at most twice the minimal work if every group has at least as many rows as a tile.
-
-    Args:
-        sizes_G: Number of rows of each group.
-        M: Total number of rows. Rows beyond the sum of the sizes are in no group.
-        body: Maps the carry, the group, the first row of the tile (a multiple of `ALIGNED`) and a mask [rows, 1] to the new
-            carry. The mask is True for the rows of the group.
-        init: Initial carry.
-
-    Returns:
-        The last carry.
-    """
+    """Loops over tiles of rows. Each tile has the rows of one group."""
+    # At most twice the minimal work if every group has at least as many rows as a tile.
     G = sizes_G.size
     end = jnp.concatenate([jnp.minimum(_cumulative(sizes_G), M), jnp.full((1,), M, jnp.int32)])
     begin = jnp.concatenate([jnp.zeros((1,), jnp.int32), end[:-1]])

@@ -33,54 +33,24 @@ Activation = Callable[..., Array]
 
 
 def matvec(
-    x_D: Array,
-    weights_FD: Array,
+    x_D: Array,  # bfloat16 or float32
+    weights_FD: Array,  # bfloat16 or float32; may have another dtype than `x_D`
     *,
-    scale_D: Array | None = None,
+    scale_D: Array | None = None,  # of the norm, which is rounded to the dtype of `x_D`; None skips the norm
     epsilon: float = 0.0,
-    activation: Activation | None = None,
-    parts: int = 1,
-    add_F: Array | None = None,
-    dtype: DTypeLike | None = None,
+    activation: Activation | None = None,  # elementwise, of `parts` float32 arrays; None is the identity, for one part
+    parts: int = 1,  # number of equal parts of the F rows. The product of x with each is one argument of `activation`
+    add_F: Array | None = None,  # [F / parts] in `dtype`, added after the result is rounded to `dtype`
+    dtype: DTypeLike | None = None,  # of the result; None for the dtype of `x_D`
 ) -> Array:
-    """Computes `activation(weights @ rms_norm(x)) + add` for one token, in a Mosaic kernel. Accumulates in float32.
-
-    Runs on Hopper or Blackwell with jax 0.11 or newer, or in Pallas' interpreter on a CPU. For inference: has no gradient rule.
-
-    Args:
-        x_D: Hidden state of the token, [D], bfloat16 or float32.
-        weights_FD: Weights [F, D], bfloat16 or float32; may have another dtype than `x_D`. Each output feature is a row.
-        scale_D: Scale of the RMSNorm, [D], bfloat16 or float32; None skips the norm. The norm is rounded to the dtype of `x_D`.
-        epsilon: Added to the mean square of `x_D` in the norm; unused without `scale_D`.
-        activation: Elementwise function. It is called while the kernel is traced, with `parts` float32 arrays, and returns
-            their result, one array of the same shape. None for the identity, which needs `parts` 1.
-        parts: Number of equal parts of the F rows. The product of x with each part is one argument of `activation`, in order.
-        add_F: Array [F / parts] in `dtype`, added after the result is rounded to `dtype`; None adds nothing.
-        dtype: Dtype of the result, a floating dtype; None for the dtype of `x_D`.
-
-    Returns:
-        [F / parts] in `dtype`.
-
-    Raises:
-        ShapeError: If `x_D` is not [D], F is not a multiple of 4 * `parts`, or D is not a multiple of 128.
-    """
+    """Computes `activation(weights @ rms_norm(x)) + add` [F / parts] for one token. For inference: has no gradient rule."""
     must = f"[F, D] for `x_D` {list(x_D.shape)}, with F a multiple of {parts * ROWS} and D of {WIDTH}"
     require(_fits(x_D, weights_FD, parts), "weights_FD", weights_FD, must)
     return _jgraph_matvec(x_D, weights_FD, scale_D, add_F, epsilon, activation, parts, jnp.dtype(dtype or x_D.dtype))
 
 
 def has_matvec(x_D: Array, weights_FD: Array, parts: int = 1) -> bool:
-    """Checks the target device and the shapes of the arguments of `matvec`. Does not check dtypes.
-
-    Args:
-        x_D: Hidden state of the token.
-        weights_FD: Weights [F, D]; only the shape is read.
-        parts: Number of equal parts of the F rows of the weights.
-
-    Returns:
-        True if the device runs Mosaic kernels, `x_D` has the shape [D], F is a multiple of 4 * `parts`, and D is a multiple of
-        128.
-    """
+    """True if the target device runs the kernel, and it supports the shapes. Does not check dtypes."""
     return has_mosaic() and _fits(x_D, weights_FD, parts)
 
 

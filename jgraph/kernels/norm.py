@@ -78,7 +78,6 @@ def rms_norm(
 
 
 def _xla(x: Array, scale_D: Array, add: Array | None, epsilon: float) -> tuple[Array, Array]:
-    """Reference implementation."""
     x = x if add is None else x + add
     x32 = x.astype(jnp.float32)
     root = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)

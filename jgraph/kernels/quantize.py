@@ -29,33 +29,22 @@ _ALIGNED = 16
 
 
 class RotatedBack(NamedTuple):
-    """The gradient of a projection to queries, keys and values, in place of an array. `cast_transpose` computes the array.
+    """The gradient [M, (H + 2G) K] of a projection to queries, keys and values, which `cast_transpose` computes."""
 
-    The array is [M, (H + 2G) K]: the gradients of H query and G key heads of size K, rotated back to their values before the
-    rotary embedding, and the gradients of G value heads.
-
-    Attributes:
-        dq: Gradient of the rotated queries, bfloat16 or float32 [M, H K]. A row is a token.
-        dk: Gradient of the rotated keys, [M, G K].
-        dv: Gradient of the values, [M, G K].
-        cos: Cosines of the angles of T positions and P = K/2 pairs, [T, P]. Row m has the position m modulo T.
-        sin: Sines of the angles, [T, P].
-    """
-
-    dq: Array
-    dk: Array
-    dv: Array
-    cos: Array
+    # The gradients of H query and G key heads of size K, rotated back to their values before the rotary embedding, and the
+    # gradients of G value heads.
+    dq: Array  # of the rotated queries, bfloat16 or float32 [M, H K]. A row is a token
+    dk: Array  # of the rotated keys, [M, G K]
+    dv: Array  # of the values, [M, G K]
+    cos: Array  # of the angles of T positions and P = K/2 pairs, [T, P]. Row m has the position m modulo T
     sin: Array
 
     @property
     def head_size(self) -> int:
-        """K, the size of a head."""
         return 2 * self.cos.shape[1]
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the array."""
         return self.dq.shape[0], sum(part.shape[1] for part in self[:3])
 
     def array(self) -> Array:
@@ -73,53 +62,23 @@ class RotatedBack(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """The result of `cast_transpose`: a scaled matrix of M rows and N columns in FP8. `want` is the argument of that function.
+    """A scaled matrix in FP8, the result of `cast_transpose`. The argument `want` selects `rows` and `columns`."""
 
-    Attributes:
-        rows: The matrix, FP8 [M, N]; None if `want` was `columns` or `amax`.
-        columns: FP8 [N, M], the transpose of `rows`; None if `want` was `rows` or `amax`.
-        amax: float32 scalar, largest magnitude of the array before scaling; NaN if the array has a NaN.
-    """
-
-    rows: Array | None
-    columns: Array | None
-    amax: Array
+    rows: Array | None  # FP8 [M, N]
+    columns: Array | None  # FP8 [N, M], the transpose of `rows`
+    amax: Array  # float32 scalar, largest magnitude before scaling; NaN if the array has a NaN
 
 
 def cast_transpose(
-    x_MN: Array | Computed | RotatedBack,
-    inverse_scale: Array,
+    x_MN: Array | Computed | RotatedBack,  # of bfloat16 or float32. The kernel does not write the array of a function
+    inverse_scale: Array,  # float32 scalar. The array is multiplied by it
     dtype: DTypeLike = jnp.float8_e4m3fn,
     *,
     want: Want = "both",
     implementation: str = "auto",
 ) -> Quantized:
-    """Scales an array, clips it to the range of `dtype`, rounds it to nearest even, and transposes the result.
-
-    Infinities become NaN, so that clipping does not hide them. Also computes the amax, the largest magnitude before scaling.
-    All implementations return the same bits for an array, except for the payload of a NaN. Not differentiable.
-
-    Args:
-        x_MN: bfloat16 or float32 matrix of M rows and N columns, both multiples of 16. Or a `Computed`: an elementwise function
-            with inputs [M, N], [M, 1] or [1, N] of these dtypes. The Pallas kernel evaluates the function in float32 and does
-            not write its result to memory. Or a `RotatedBack`, with T a multiple of 128 and K of 64 for the Pallas kernel.
-        inverse_scale: float32 scalar. The array is multiplied by it.
-        dtype: float8_e4m3fn or float8_e5m2.
-        want: Results to compute besides the amax: `both`, `rows` (FP8 without the transpose), `columns` (only the transpose),
-            or `amax` (none).
-        implementation: `mosaic`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper or Blackwell; jax 0.11 or newer; M a
-            multiple of 128, N of 64). `xla` is plain JAX and runs on any device. `auto` selects `mosaic` if the device and the
-            shape permit it, else `xla`.
-
-    Returns:
-        A `Quantized` with the fields `rows` (FP8 [M, N]), `columns` (FP8 [N, M]) and `amax` (float32 scalar). A field that
-        `want` does not request is None.
-
-    Raises:
-        ConfigError: If `dtype`, `want` or `implementation` is not one of these names.
-        ShapeError: If `x_MN` is not a matrix with M and N positive multiples of 16 or has another dtype, if `inverse_scale` is
-            not a float32 scalar, or if `implementation` is `mosaic` and the kernel does not support the shape.
-    """
+    """Scales an array, clips it to the range of `dtype`, rounds it to nearest even, and transposes the result."""
+    # Not differentiable. All implementations return the same bits for an array, except for the payload of a NaN.
     check_choice("dtype", jnp.dtype(dtype).name, ("float8_e4m3fn", "float8_e5m2"))
     check_choice("want", want, get_args(Want))
     if isinstance(x_MN, RotatedBack):
@@ -159,73 +118,42 @@ _JITTED: dict[Want, Callable[..., Quantized]] = {want: _jitted(name, want) for w
 
 
 def choose(shape: tuple[int, ...]) -> str:
-    """Returns the implementation that `cast_transpose` selects for `auto`. Runs nothing.
-
-    Args:
-        shape: Shape [M, N] of the array.
-
-    Returns:
-        `mosaic` if the target device runs the kernel (see `has_kernel`), M is a multiple of 128 and N of 64; else `xla`.
-    """
+    """Returns the implementation that `cast_transpose` selects for `auto` and an array of this shape."""
     return "mosaic" if has_kernel() and _fits_tiles(shape) else "xla"
 
 
 def can_rotate(x: RotatedBack) -> bool:
-    """Checks the sizes of a `RotatedBack`. Reads no array.
-
-    Returns:
-        True if the Pallas kernel supports them: T, which divides M, is a multiple of 128, and K of 64.
-    """
+    """True if the kernel supports the sizes: T, which divides M, is a multiple of 128, and K of 64."""
     return x.shape[0] % x.cos.shape[0] == 0 and x.cos.shape[0] % (2 * _PAIRS) == 0 and x.head_size % _WIDTH == 0
 
 
 def has_kernel() -> bool:
-    """True if the target device runs the kernel of `cast_transpose`: Hopper or Blackwell, with jax 0.11 or newer.
-
-    The target device is the device of the current abstract mesh, or JAX's first device if there is none. The Mosaic GPU of jax
-    0.10 cannot store the tiles of the kernel.
-    """
+    """True if the target device runs the kernel of `cast_transpose`: Hopper or Blackwell, with jax 0.11 or newer."""
+    # The Mosaic GPU of jax 0.10 cannot store the tiles of the kernel.
     return has_mosaic()
 
 
 def cast(x: Array, inverse_scale: Array, dtype: DTypeLike) -> Array:
-    """Casts an array of any shape to FP8 with XLA: scales it, clips it to the range of `dtype` and rounds it to nearest even.
-
-    Returns the same values as `cast_transpose(...).rows`. Checks no argument.
-
-    Args:
-        x: bfloat16 or float32, any shape.
-        inverse_scale: float32 scalar. The array is multiplied by it.
-        dtype: float8_e4m3fn or float8_e5m2.
-
-    Returns:
-        The array in `dtype`, with the shape of `x`. NaN and infinities become NaN.
-    """
+    """Casts an array of any shape to FP8 with XLA, to the same values as `cast_transpose(...).rows`."""
     # Without the barrier, XLA removes this conversion together with the inverse conversion.
     return lax.optimization_barrier(_quantize(x, inverse_scale, jnp.dtype(dtype)))
 
 
 def _quantize(x: Array, inverse_scale: Array, dtype: jnp.dtype) -> Array:
     top, x = float(jnp.finfo(dtype).max), x.astype(jnp.float32)
+    # Infinities become NaN, so that clipping does not hide them.
     return jnp.where(jnp.isfinite(x), jnp.clip(x * inverse_scale, -top, top), jnp.nan).astype(dtype)
 
 
 def _xla(x: Computed | RotatedBack, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> Quantized:
-    """Reference implementation. XLA reads the array twice: for the amax and for the transpose."""
+    """XLA reads the array twice: for the amax and for the transpose."""
     x_MN = x.array() if isinstance(x, RotatedBack) else x.fn(*x.inputs)
     rows = cast(x_MN, inverse_scale, dtype)
     return Quantized(rows if "rows" in _WRITTEN[want] else None, rows.T if "columns" in _WRITTEN[want] else None, amax(x_MN))
 
 
 def amax(x: Array) -> Array:
-    """Computes the largest magnitude of an array with XLA.
-
-    Args:
-        x: Nonempty array of any shape and a real dtype. It is converted to float32.
-
-    Returns:
-        A float32 scalar; NaN if the array has a NaN. Its gradient is zero.
-    """
+    """Computes the largest magnitude of a nonempty array in float32: NaN if it has a NaN. Its gradient is zero."""
     return _jgraph_amax(x)
 
 
@@ -254,17 +182,15 @@ Both take 64 KiB of shared memory in bfloat16. A multiprocessor holds three bloc
 
 
 class _ComputedTiles:
-    """The tiles of a `Computed`.
-
-    If the width is an odd number of tiles, the copy engine loads zeros for the tile outside the array and does not store it.
-    Zeros do not change the amax, but a function of zeros may. A block therefore processes a function one tile at a time.
-    """
+    """The tiles of a `Computed`."""
 
     width = _WIDTH
 
     def __init__(self, x: Computed):
         self.fn, self.inputs = x
         self.shape = _shape(x.inputs)
+        # If the width is an odd number of tiles, the copy engine loads zeros for the tile outside the array, and does not store
+        # it. Zeros do not change the amax, but a function of zeros may. A block therefore processes a function tile by tile.
         self.tiles = _TILES if x.fn == IDENTITY else 1
         M, N = self.shape
         self.whole = [x.shape == (M, N) for x in self.inputs]
@@ -316,10 +242,7 @@ class _ComputedTiles:
 
 
 class _RotatedTiles:
-    """The tiles of a `RotatedBack`. A block processes the two halves of a head.
-
-    The tables are rounded to bfloat16, because loads of float32 tables take as long as the gradients. FP8 rounds more.
-    """
+    """The tiles of a `RotatedBack`. A block processes the two halves of a head."""
 
     tiles, num_barriers, num_arrivals = 2, 1, 8
 
@@ -327,6 +250,7 @@ class _RotatedTiles:
         self.shape, self.width = x.shape, x.head_size // 2
         self.heads = [part.shape[1] // x.head_size for part in x[:3]]
         self.positions = len(x.cos) // 2
+        # Loads of float32 tables take as long as the gradients. FP8 rounds more than bfloat16.
         tables = [table.astype(jnp.bfloat16).reshape(self.positions, 2, self.width) for table in (x.cos, x.sin)]
         self.arrays = [*(part.reshape(part.shape[0] // 2, 2, part.shape[1]) for part in x[:3]), *tables]
         gpu = plgpu()
@@ -334,7 +258,6 @@ class _RotatedTiles:
         self.scratch += [gpu.SMEM((2, _PAIRS, self.width), jnp.bfloat16)] * 2
 
     def load(self, refs: Sequence[Ref], scratch: Sequence[Ref], loaded: Ref, i: Array, j: Array) -> Callable[[int, int], Array]:
-        """Starts the copies of all tiles of a block. Returns the function that computes the tile of a parity of rows."""
         gpu = plgpu()
         pairs, (queries, keys, values) = pl.ds(i * _PAIRS, _PAIRS), self.heads
         x, *tables = scratch
@@ -368,10 +291,7 @@ class _RotatedTiles:
 
 
 def _mosaic(x: Computed | RotatedBack, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> Quantized:
-    """Mosaic implementation. Transposes pairs of rows as 16-bit numbers, because Hopper cannot transpose bytes.
-
-    A thread holds both rows of a pair and packs their bytes into one 16-bit number, so even and odd rows are separate tiles.
-    """
+    """Transposes pairs of rows as 16-bit numbers, because Hopper cannot transpose bytes."""
     gpu = plgpu()
     source = _RotatedTiles(x) if isinstance(x, RotatedBack) else _ComputedTiles(x)
     (M, N), tiles, width = source.shape, source.tiles, source.width
@@ -406,6 +326,7 @@ def _mosaic(x: Computed | RotatedBack, inverse_scale: Array, dtype: jnp.dtype, w
                     rows[tile, parity] = quantized
                 halves.append(lax.bitcast_convert_type(quantized, jnp.uint8).astype(jnp.uint16))
             if columns is not None:
+                # A thread holds both rows of a pair, because even and odd rows are separate tiles.
                 pair = halves[0] | (halves[1] << 8)
                 columns.at[tile].T[...] = gpu.layout_cast(pair, gpu.Layout.WGMMA_TRANSPOSED)
             gpu.commit_smem()

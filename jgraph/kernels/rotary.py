@@ -20,17 +20,9 @@ Table: TypeAlias = np.ndarray | Array
 """Cosines or sines, a constant of NumPy or an array."""
 
 
+# The cosines are repeated for both halves of a head, and the sines are negative in the first half.
 def rotate(x_BTHK: Array, cos_T1K: Table, sin_T1K: Table) -> Array:
-    """Rotates the pairs (i, i + K/2) of each head in float32.
-
-    Args:
-        x_BTHK: Queries or keys, [..., H, K] for H heads of size K, any floating dtype.
-        cos_T1K: Cosines, float32, repeated for both halves of a head. Broadcast to `x_BTHK`.
-        sin_T1K: Sines, float32, negative in the first half of a head. Broadcast to `x_BTHK`.
-
-    Returns:
-        A new array in the shape and dtype of `x_BTHK`.
-    """
+    """Rotates the pairs (i, i + K/2) of each head in float32."""
     x32 = x_BTHK.astype(jnp.float32)
     return (x32 * cos_T1K + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin_T1K).astype(x_BTHK.dtype)
 
@@ -38,23 +30,7 @@ def rotate(x_BTHK: Array, cos_T1K: Table, sin_T1K: Table) -> Array:
 def rotated_heads(
     qkv_BTHK: Array, cos_TP: Table, sin_TP: Table, *, num_heads: int, num_kv_heads: int
 ) -> tuple[Array, Array, Array]:
-    """Splits heads into queries, keys and values, and rotates the pairs (i, i + K/2) of queries and keys in float32.
-
-    Differentiable in `qkv_BTHK`.
-
-    Args:
-        qkv_BTHK: H query, G key and G value heads of size K, [B, T, H + 2G, K], any floating dtype.
-        cos_TP: Cosines of the angles, float32 [T, K/2].
-        sin_TP: Sines of the angles, float32 [T, K/2].
-        num_heads: H.
-        num_kv_heads: G.
-
-    Returns:
-        Rotated queries [B, T, H, K], rotated keys [B, T, G, K] and values [B, T, G, K], in the dtype of `qkv_BTHK`.
-
-    Raises:
-        ShapeError: If `qkv_BTHK` does not have H + 2G heads, or the tables are not [T, K/2].
-    """
+    """Splits heads into rotated queries, rotated keys and values. Differentiable in `qkv_BTHK`."""
     heads, found = num_heads + 2 * num_kv_heads, f"{qkv_BTHK.dtype}{list(qkv_BTHK.shape)}"
     if qkv_BTHK.ndim != 4 or qkv_BTHK.shape[2] != heads:
         raise ShapeError(f"`qkv_BTHK` is {found}: must be [B, T, {heads}, K]", field="qkv_BTHK")

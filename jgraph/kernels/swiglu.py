@@ -23,37 +23,14 @@ _COLUMNS = 512
 
 
 def swiglu(both: Array, weight: Array | float = 1.0) -> Array:
-    """Computes silu(gate) * up * weight in float32, with XLA. silu(x) is x / (1 + exp(-x)).
-
-    Args:
-        both: [..., 2F] of any floating dtype: the F columns of gate, followed by the F columns of up.
-        weight: A number, or an array that broadcasts to the result [..., F].
-
-    Returns:
-        [..., F], rounded to the dtype of `both`.
-    """
+    """Computes silu(gate) * up * weight in float32, with XLA. `both` has the F columns of gate, followed by those of up."""
     gate, up = jnp.split(both.astype(jnp.float32), 2, axis=-1)
     return (jax.nn.silu(gate) * up * weight).astype(both.dtype)
 
 
+# `implementation` is that of the backward pass. Forward always uses XLA.
 def weighted_swiglu(both_RF2: Array, weights_R: Array, *, implementation: str = "auto") -> Array:
-    """Computes silu(gate) * up times one weight per row, in float32. Differentiable in both arguments.
-
-    Args:
-        both_RF2: [R, 2F], bfloat16 or float32: the F columns of gate, followed by the F columns of up. R is the number of rows.
-        weights_R: float32 [R], factor of each row of the result.
-        implementation: Implementation of the backward pass: `mosaic`, `xla` or `auto`. Forward always uses XLA. `mosaic` is the
-            Pallas kernel (Hopper or Blackwell; jax 0.11 or newer; bfloat16; R a multiple of 4, F a multiple of 128). `xla` runs
-            on any device. `auto` selects `mosaic` if the device and the array permit it, else `xla`.
-
-    Returns:
-        [R, F], rounded to the dtype of `both_RF2`.
-
-    Raises:
-        ConfigError: If `implementation` is not one of these names.
-        ShapeError: If `both_RF2` is not [R, 2F] or `weights_R` is not [R], or if `implementation` is `mosaic` and the kernel
-            does not support the shape or dtype.
-    """
+    """Computes silu(gate) * up times one weight per row, in float32. Differentiable in both arguments."""
     matches = both_RF2.ndim == 2 and both_RF2.shape[1] % 2 == 0 and weights_R.shape == both_RF2.shape[:1]
     require(matches, "weights_R", weights_R, f"[R] for `both_RF2` [R, 2F], which is {list(both_RF2.shape)}")
     (R, columns), must = both_RF2.shape, f"bfloat16 [R, 2F] with R a multiple of {ROWS} and F of {WIDTH}"
@@ -66,7 +43,6 @@ def weighted_swiglu(both_RF2: Array, weights_R: Array, *, implementation: str = 
 # A jitted function, because jax 0.11 names and compiles every call of a kernel separately.
 @jax.jit
 def _jgraph_swiglu_backward(both_RF2: Array, weights_R: Array, dy_RF: Array) -> tuple[Array, Array]:
-    """Returns the gradients of `both_RF2` and `weights_R`."""
     R, F = dy_RF.shape
     width = max(width for width in range(WIDTH, min(_COLUMNS, F) + 1, WIDTH) if F % width == 0)
 
