@@ -25,21 +25,10 @@ from jgraph_models.rotary import Rotary, rotate
 DecoderTree = Any  # nested dicts of arrays, which the functions below index by name
 
 
+# `rotary_of(config, length)` returns rotary tables [length, 1, K]. `kernel_of(config)` returns the argument `implementation` of
+# `jax.nn.dot_product_attention` for the prompt. Both are called when `prefill` is traced.
 def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], kernel_of: Callable[[GPTConfig], Any]) -> Decoder:
-    """Makes the decoder of a GPT: three pure functions that generate text with a cache of keys and values.
-
-    Args:
-        config: Settings of the model.
-        rotary_of: `rotary_of(config, length)` returns the rotary tables of positions 0 to length - 1: cosines and signed sines,
-            float32 [length, 1, K] for heads of size K. Called when `prefill` is traced.
-        kernel_of: `kernel_of(config)` returns the argument `implementation` of `jax.nn.dot_product_attention` for the prompt,
-            such as `xla` or `cudnn`. Called for each layer when `prefill` is traced.
-
-    Returns:
-        The decoder. `prepare(params, carried)` takes the parameters in the tree of `GPT`, and raises ConfigError if a router
-        has a bias and `carried` is empty. The cache is a dict with `layers`, one array [B, E, C, K] per layer (B texts, E
-        heads: first the keys, then the values, C slots, head size K), and the `rotary` tables.
-    """
+    """Makes the decoder of a GPT: three pure functions that generate text with a cache of keys and values."""
     dtype = jnp.dtype(config.compute_dtype)
     H, G, K = config.num_heads, config.num_kv_heads, config.head_size
     mixture = _Mixture(config) if config.moe.num_experts else None
@@ -64,6 +53,7 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
     def prefill(
         weights: DecoderTree, tokens_BT: Array, lengths_B: Array, *, slots: int, length: int
     ) -> tuple[Array, DecoderTree]:
+        # The cache has an array [B, E, C, K] per layer, first the heads of keys and then of values, and the rotary tables.
         tables = rotary_of(config, length)
         T = tokens_BT.shape[1]
         rotary_T1K = tables[0][:T], tables[1][:T]
@@ -161,16 +151,7 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
 
 
 def by_layer(config: GPTConfig, tree: DecoderTree) -> list[DecoderTree]:
-    """Splits parameters or mutable state by layer.
-
-    Args:
-        config: Settings of the model. With `scan_layers`, `blocks` of the tree has stacked leaves [layers, ...], else one tree
-            per layer.
-        tree: Parameters or mutable state in the tree of `GPT`, with the key `blocks`.
-
-    Returns:
-        A list with one tree per block, from the first to the last. Leaves are slices of stacked leaves, else the same arrays.
-    """
+    """Splits parameters or mutable state of a GPT by layer, from the first to the last."""
     blocks, numbers = tree["blocks"], range(config.num_layers)
     return [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) if config.scan_layers else blocks[i] for i in numbers]
 
@@ -196,10 +177,8 @@ class _Mixture:
 
 
 def _write_to_cache(kv_BECK: Array, new_BEK: Array, positions_B: Array) -> Array:
-    """Writes the keys and values of the newest token of each text into the ring buffer, at slot position % C.
-
-    In a text of more than C tokens, this overwrites the oldest token. Other slots do not change.
-    """
+    """Writes the keys and values of the newest token of each text into the ring buffer, at slot position % C."""
+    # In a text of more than C tokens, the slot of the oldest token. Other slots do not change.
     slots_B = positions_B % kv_BECK.shape[2]
     if len(positions_B) == 1:
         return jax.lax.dynamic_update_slice_in_dim(kv_BECK, new_BEK[:, :, None], slots_B[0], axis=2)
@@ -208,7 +187,6 @@ def _write_to_cache(kv_BECK: Array, new_BEK: Array, positions_B: Array) -> Array
 
 
 def _gated(gate: Array, up: Array) -> Array:
-    """Computes SwiGLU from the results of its two matmuls."""
     return jax.nn.silu(gate) * up
 
 

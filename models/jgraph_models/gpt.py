@@ -6,6 +6,10 @@ The settings select a GPT, Llama 3, Qwen2, Qwen3 or Mixtral. SwiGLU: Shazeer, "G
 
 # B batch, T sequence, S = T + 1 (inputs and labels), D model, F hidden, V vocabulary,
 # H query heads, G key/value heads, K head size
+# x_BTD and add_BTD: the residual stream and a term for it, in `compute_dtype`
+# starts_BT: int32, index in the sequence of the first token of each token's document, or None for one document per sequence.
+# Tokens attend only within their document.
+# rotary_T1K: `rotary_of(config, T)`
 
 import math
 from collections.abc import Mapping
@@ -51,19 +55,15 @@ _GELU_CUBIC = 0.044715
 class GPT(nnx.Module):
     """A GPT. `loss(batch)` trains it, `logits(tokens_BT)` evaluates it. Weights are float32, activations `compute_dtype`.
 
+    `jgraph.train.hooks.Model` describes `hugging_face`, `splits_sequences`, `remat`, `tensor_rules` and `pipeline_model`.
+
     Args:
         config: Settings of the model, stored as the attribute `config`.
         rngs: Random streams of Flax for the initial weights; the stream `params` is used.
-
-    Attributes:
-        splits_sequences: True, because each device of the mesh axis `context` computes its own tokens.
-        hugging_face: Maps models of this class to Hugging Face folders and back.
-        remat: Activations to recompute in the backward pass: `nothing`, or the whole `layer` except its input. The trainer sets
-            it before the model is traced.
     """
 
     hugging_face = HUGGING_FACE
-    splits_sequences = True
+    splits_sequences = True  # Each device of the axis `context` computes its own tokens.
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -81,15 +81,7 @@ class GPT(nnx.Module):
 
     @staticmethod
     def tensor_rules(config: GPTConfig) -> Mapping[str, jgraph.Split]:
-        """Returns how tensor parallelism splits the parameters, by the shell pattern of their names.
-
-        Args:
-            config: Settings of the model.
-
-        Returns:
-            The rules for `jgraph.TensorParallel`: heads of attention, hidden units of the MLP, and the vocabulary are
-            split. A vocabulary that the devices cannot share is replicated.
-        """
+        """Splits heads of attention, hidden units of the MLP, and the vocabulary, by the shell pattern of names."""
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         return {
             "*embedding_VD": jgraph.Split(axis=-2, uneven="replicate"),
@@ -102,65 +94,26 @@ class GPT(nnx.Module):
 
     @staticmethod
     def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
-        """Makes the GPT for a pipeline. Embedding and head are sharded over the ranks along the vocabulary.
-
-        Args:
-            config: Settings of the model.
-            ranks: Number of ranks. If it does not divide the vocabulary, the vocabulary is padded with zeros.
-
-        Returns:
-            The model as embedding, layers and head. Its parameters have the same tree as `GPT`.
-        """
         return pipeline_model(config, ranks)
 
     def cached_decoder(self) -> Decoder:
-        """Returns the functions that generate text with a cache of keys and values, for `jgraph.generate`.
-
-        The functions take the parameters as an argument, so the weights of this object are not part of the result.
-        """
+        """The functions take the parameters as an argument, so the weights of this object are not part of the result."""
         return decoder(self.config, rotary_of, _library_attention)
 
     def loss(self, batch: Any) -> Array:
-        """Computes the mean next-token loss.
+        """Computes the mean next-token loss in nats, a float32 scalar, of token ids [B, S] or of the arrays of `jgraph.data`.
 
-        Args:
-            batch: int32 token ids [B, S], B sequences with S - 1 predictions each. Or a dict for separate documents, from
-                `jgraph.data`: `tokens`, int32 [B, S]; `starts`, int32 [B, S - 1], the position in its sequence of the first
-                token of each token's document; and `weights`, float32 [B, S - 1], a factor of the loss of each prediction.
-
-        Returns:
-            The mean loss of all B * (S - 1) predictions in nats, a float32 scalar. With `weights`, each loss is multiplied by
-            its factor before the mean.
-
-        Raises:
-            ConfigError: If `loss_chunk` does not divide B * (S - 1), or `attention` is a kernel that does not support the
-                device, the sizes or separate documents.
+        With `weights`, each of the B * (S - 1) losses is multiplied by its factor before the mean.
         """
         tokens_BT, labels_BT, starts_BT, weights_BT = _sequences(batch)
         return _mean_loss(self.config, self.hidden(tokens_BT, starts_BT), self.output(), labels_BT, weights_BT)
 
     def logits(self, tokens_BT: Array) -> Array:
-        """Computes the logits of the token after each position.
-
-        Args:
-            tokens_BT: int32 token ids [B, T] in [0, V): B sequences of T tokens, each of one document.
-
-        Returns:
-            float32 [B, T, V] for a vocabulary of V = `config.vocab_size` tokens.
-        """
+        """Computes the float32 logits [B, T, V] of the token after each position. A sequence is one document."""
         return jnp.matmul(self.hidden(tokens_BT), self.output(), preferred_element_type=jnp.float32)
 
     def hidden(self, tokens_BT: Array, starts_BT: Array | None = None) -> Array:
-        """Computes the normalized hidden states for the head.
-
-        Args:
-            tokens_BT: int32 token ids [B, T]: B sequences of T tokens, in the order of `jgraph.context.token_order`.
-            starts_BT: int32 [B, T], index in the sequence of the first token of each token's document. Tokens attend only
-                within their document. None for one document per sequence.
-
-        Returns:
-            [B, T, D] in `compute_dtype`, after the last norm, for a model of width D.
-        """
+        """Computes the hidden states after the last norm, for tokens in the order of `jgraph.context.token_order`."""
         # Gathered in float32 and then cast, so that the gradients of repeated tokens are summed in float32.
         x_BTD = _shared(self.embedding_VD[...].astype(jnp.float32)[tokens_BT].astype(self.config.compute_dtype))
         rotary_T1K = rotary_of(self.config, tokens_BT.shape[1])
@@ -205,28 +158,15 @@ class GPT(nnx.Module):
         return per_shard(run, (specs, rows, PartitionSpec()), (rows, rows))(params, x_BTD, starts_BT)
 
     def output(self) -> Array:
-        """Returns the output projection [D, V] in `compute_dtype`, the transposed embedding if `config.head` is tied.
-
-        D is the width of the model and V the size of the vocabulary.
-        """
         weights_DV = self.embedding_VD[...].T if self.config.head == "tied" else self.head_DV[...]
         return weights_DV.astype(self.config.compute_dtype)
 
 
 def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
-    """Makes a GPT for a pipeline. Embedding and head are sharded over the ranks along the vocabulary.
-
-    Args:
-        config: Settings of the model.
-        ranks: Number of ranks. If it does not divide the vocabulary, the vocabulary is padded with zeros.
-
-    Returns:
-        The model as embedding, layers and head. Its parameters and mutable state have the same trees as those of `GPT`, and its
-        batches are those of `GPT.loss`: token ids [B, S], or a dict with `tokens`, `starts` and `weights`. Its functions need
-        the mesh axis `pipe`.
-    """
+    """Makes a GPT for a pipeline, with the trees and batches of `GPT`. Its functions need the mesh axis `pipe`."""
     block, _, state = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
     norm, _ = nnx.split(nnx.eval_shape(lambda: _norm(config, nnx.Rngs(0))), nnx.Param)
+    # Embedding and head are sharded over the ranks along the vocabulary, padded with zeros if it does not divide.
     padding = -config.vocab_size % ranks
 
     def embed(outer: Any, batch: Any) -> Array:
@@ -273,12 +213,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
 
 
 class Block(nnx.Module):
-    """A transformer block: attention and MLP (or `jgraph.MoE`), each of a norm of the residual stream and added to the stream.
-
-    Args:
-        config: Settings of the model.
-        rngs: Random streams of Flax for the initial weights.
-    """
+    """A transformer block: attention and MLP (or `jgraph.MoE`) of a norm of the residual stream, each added to the stream."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -292,41 +227,17 @@ class Block(nnx.Module):
             self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None = None) -> Array:
-        """Applies the block to B sequences of T tokens.
-
-        Args:
-            x_BTD: Residual stream [B, T, D] in `compute_dtype`, for a model of width D.
-            rotary_T1K: Rotary tables of T positions and heads of size K, from `rotary_of(config, T)`.
-            starts_BT: int32 [B, T], index in the sequence of the first token of each token's document. Tokens attend only
-                within their document. None for one document per sequence.
-
-        Returns:
-            The residual stream after the block, like `x_BTD`.
-        """
         x_BTD, add_BTD = self.parts(x_BTD, None, rotary_T1K, starts_BT, norm_kernel(self.config))
         return x_BTD + add_BTD
 
     def parts(
         self, x_BTD: Array, add_BTD: Array | None, rotary_T1K: Rotary, starts_BT: Array | None, norm: Norm
     ) -> tuple[Array, Array]:
-        """Applies the block to a residual stream with a pending term, so that a kernel can fuse the sum and the next norm.
-
-        Args:
-            x_BTD: Residual stream [B, T, D] in `compute_dtype`: B sequences of T tokens, width D.
-            add_BTD: Pending term to be added to the stream, like `x_BTD`; None for no term.
-            rotary_T1K: Rotary tables of T positions and heads of size K, from `rotary_of(config, T)`.
-            starts_BT: int32 [B, T], index in the sequence of the first token of each token's document. Tokens attend only
-                within their document. None for one document per sequence.
-            norm: Kernel of the norms: `fused` for `jgraph.rms_norm`, which also adds the term, `backward` for its gradient
-                only, or `xla`.
-
-        Returns:
-            The residual stream without the result of the MLP, and the result of the MLP as the pending term. Both are like
-            `x_BTD`.
-        """
+        """Applies the block to a residual stream with a pending term, so that a kernel can fuse the sum and the next norm."""
         x_BTD, normed_BTD = _add_and_norm(self.attention_norm, x_BTD, add_BTD, norm)
         attended_BTD = self.attention(normed_BTD, rotary_T1K, starts_BT)
         x_BTD, normed_BTD = _add_and_norm(self.mlp_norm, x_BTD, attended_BTD, norm)
+        # The result of the MLP is the new pending term.
         return _shared(x_BTD), _shared(self.mlp(normed_BTD))
 
 
@@ -346,12 +257,7 @@ def _shared(x_BTD: Array) -> Array:
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention with one fused projection to H query, G key and G value heads, in this order.
-
-    Args:
-        config: Settings of the model.
-        rngs: Random streams of Flax for the initial weights.
-    """
+    """Causal grouped-query attention with one fused projection to H query, G key and G value heads, in this order."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -362,24 +268,10 @@ class Attention(nnx.Module):
         self.out = _linear(config, config.num_heads * K, config.d_model, rngs, residual=True)
 
     def __call__(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None = None) -> Array:
-        """Computes attention of B sequences of T tokens.
-
-        Args:
-            x_BTD: Normalized residual stream [B, T, D] in `compute_dtype`, for a model of width D.
-            rotary_T1K: Rotary tables of T positions and heads of size K, from `rotary_of(config, T)`.
-            starts_BT: int32 [B, T], index in the sequence of the first token of each token's document. Tokens attend only
-                within their document. None for one document per sequence. On the shards of the mesh axis `tensor`, it has the
-                sequences of all devices.
-
-        Returns:
-            The term for the residual stream, like `x_BTD`.
-
-        Raises:
-            ConfigError: If `config.attention` is cudnn or fused and `starts_BT` is given, or is cudnn and the device, the sizes
-                or the dtype are not supported.
-        """
+        """Computes the term for the residual stream from the normalized stream."""
 
         def rest(qkv_BTC: Array, device: Array | int) -> Array:
+            # On the shards of the axis `tensor`, `starts_BT` has the sequences of all devices.
             rows, starts = qkv_BTC.shape[0], starts_BT
             if starts is not None and starts.shape[0] > rows:
                 starts = jax.lax.dynamic_slice_in_dim(starts, device * rows, rows)
@@ -400,20 +292,14 @@ class Attention(nnx.Module):
         return attend(qkv_BTC, starts_BT, norms, places)
 
     def _attended(
-        self, rotary_T1K: Rotary, qkv_BTC: Array, starts_BT: Array | None, norms: Any, places: tuple[Rotary, Array] | None
+        self,
+        rotary_T1K: Rotary,  # of the whole sequence
+        qkv_BTC: Array,
+        starts_BT: Array | None,
+        norms: Any,  # of queries and keys, a pair from `nnx.split`
+        places: tuple[Rotary, Array] | None,  # rotary tables and positions of this device's tokens; None if it has all tokens
     ) -> Array:
-        """Computes attention on a device's heads and tokens.
-
-        Args:
-            rotary_T1K: Rotary tables of the whole sequence.
-            qkv_BTC: Queries, keys and values of this device.
-            starts_BT: Starts of the documents of this device's tokens; None for one document per sequence.
-            norms: The norms of queries and keys as a pair from `nnx.split`.
-            places: Rotary tables and positions of this device's tokens; None if the device has all tokens.
-
-        Returns:
-            The attention before the output projection, [B, T, heads * K].
-        """
+        """Computes attention on a device's heads and tokens [B, T, H * K], before the output projection."""
         config = self.config
         (B, T, _), K = qkv_BTC.shape, config.head_size
         qkv_BTHK = qkv_BTC.reshape(B, T, -1, K)
@@ -441,12 +327,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """An MLP with GELU (tanh form) or SwiGLU, as `config.mlp` selects.
-
-    Args:
-        config: Settings of the model.
-        rngs: Random streams of Flax for the initial weights.
-    """
+    """An MLP with GELU (tanh form) or SwiGLU, as `config.mlp` selects."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -455,21 +336,19 @@ class MLP(nnx.Module):
         self.down = _linear(config, config.d_ff, config.d_model, rngs, residual=True)
 
     def __call__(self, x_BTD: Array) -> Array:
-        """Computes the term for the residual stream [B, T, D] from the normalized stream `x_BTD`, both in `compute_dtype`."""
+        """Computes the term for the residual stream from the normalized stream."""
         # For the weight gradient of `up`, XLA's CPU backend transposes a gradient [B, T, F], in a loop that also computes it
         # and takes a quarter of a step of cpu-tiny. It does not transpose a matrix.
         x = x_BTD.reshape(-1, x_BTD.shape[-1]) if on_cpu() and is_whole() else x_BTD
         return in_turns(x, self._hidden, lambda hidden, device: self.down(hidden)).reshape(x_BTD.shape)
 
     def _hidden(self, x_BTD: Array) -> Array:
-        """Computes the hidden activations [B, T, F] of the normalized stream."""
         if self.config.mlp == "gelu":
             return gelu(constrain(self.up(x_BTD), _HIDDEN))
         return per_shard(_swiglu, (_HIDDEN,), _HIDDEN)(self.up(x_BTD))
 
 
 def _swiglu(hidden_BTF2: Array) -> Array:
-    """Computes SwiGLU of a concatenation of gate and up."""
     gate_BTF, up_BTF = jnp.split(hidden_BTF2, 2, axis=-1)
     return jax.nn.silu(gate_BTF) * up_BTF
 
@@ -491,29 +370,13 @@ def _add_and_norm(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, kernel
 
 
 def norm_kernel(config: GPTConfig) -> Norm:
-    """Returns the kernel for the norms of the residual stream: `config.norm`, or `fused` if it is auto.
-
-    `fused` and `backward` are `jgraph.rms_norm`, which uses XLA on devices without the kernel.
-    """
+    """Returns `config.norm`, or `fused` for auto. `fused` and `backward` are XLA on devices without the kernel."""
     return "fused" if config.norm == "auto" else config.norm
 
 
 def attention_kernel(config: GPTConfig, length: int) -> Literal["cudnn", "fused", "xla"]:
-    """Selects the attention kernel.
-
-    Args:
-        config: Settings of the model; `attention` is the request.
-        length: Number of tokens per sequence.
-
-    Returns:
-        `fused` for `jgraph.kernels.rotary_attention`, which also rotates queries and keys; or `cudnn` or `xla`, the argument
-        `implementation` of `jax.nn.dot_product_attention`. `fused` and `xla` are returned as requested. `auto` selects `fused`
-        on devices and for sizes with this kernel, else `cudnn` on a GPU in bfloat16, else `xla`.
-
-    Raises:
-        ConfigError: If `cudnn` is requested without a GPU, or `cudnn` is requested or selected for a head size that is larger
-            than 128 or not a multiple of 8.
-    """
+    """Selects `jgraph.kernels.rotary_attention` (fused) or the implementation of `jax.nn.dot_product_attention`."""
+    # The request, else fused on devices and for sizes with this kernel, cudnn on a GPU in bfloat16, and xla.
     if config.attention == "fused":
         return "fused"
     if config.attention == "auto" and config.can_fuse_attention:
@@ -546,15 +409,7 @@ def _library_attention(config: GPTConfig) -> Literal["cudnn", "xla"]:
 
 
 def rotary_of(config: GPTConfig, length: int) -> Rotary:
-    """Computes the rotary tables of a model.
-
-    Args:
-        config: Settings of the model: the size K of a head, and the base and scaling of the frequencies.
-        length: T, the number of tokens per sequence.
-
-    Returns:
-        Cosines and signed sines of all positions, two NumPy arrays, float32 [T, 1, K].
-    """
+    """Computes the rotary tables of positions 0 to `length` - 1."""
     scaling = None
     if config.rope_scaling == "llama3":
         factors = config.rope_factor, config.rope_low_freq_factor, config.rope_high_freq_factor
@@ -563,10 +418,7 @@ def rotary_of(config: GPTConfig, length: int) -> Rotary:
 
 
 def _sequences(batch: Any) -> tuple[Array, Array, Array | None, Array | None]:
-    """Returns inputs, labels, document starts and weights [B, T], in the order of `token_order`.
-
-    The last two are None if documents are not separate.
-    """
+    """Returns inputs, labels, document starts and weights [B, T], in the order of `token_order`. The last two may be None."""
     tokens_BS, starts_BT, weights_BT = _unpacked(batch)
     found = tokens_BS[:, :-1], tokens_BS[:, 1:], starts_BT, weights_BT
     order_T = token_order(tokens_BS.shape[1] - 1)
@@ -580,23 +432,10 @@ def _mean_loss(
     labels_BT: Array,
     weights_BT: Array | None,
     *,
-    axes: tuple[str, ...] = (),
-    vocab_size: int = 0,
+    axes: tuple[str, ...] = (),  # mesh axes of ranks that shard the vocabulary
+    vocab_size: int = 0,  # number of token ids if the vocabulary is padded, else 0
 ) -> Array:
-    """Computes the mean loss. Each device has its part of the vocabulary and of the tokens.
-
-    Args:
-        config: Settings of the model.
-        x_BTD: Hidden states.
-        head_DV: Output projection of this rank.
-        labels_BT: Labels in the order of `token_order`.
-        weights_BT: Factors of the losses, or None.
-        axes: Mesh axes of ranks that shard the vocabulary.
-        vocab_size: Number of token ids if the vocabulary is padded, else 0.
-
-    Returns:
-        The mean loss, the same on all devices.
-    """
+    """Computes the mean loss, the same on all devices. Each device has its part of the vocabulary and of the tokens."""
     devices, is_split = partitioned("context"), head_DV.shape[1] % partitioned("tensor") == 0
     axes = (*axes, "tensor") if partitioned("tensor") > 1 and is_split else axes
     options: Any = {"axis": axes[0] if len(axes) == 1 else axes or None, "vocab_size": vocab_size}
@@ -611,17 +450,14 @@ def _mean_loss(
 
 
 def _unpacked(batch: Any) -> tuple[Array, Array | None, Array | None]:
-    """Returns tokens, document starts and weights of a batch. The last two are None if documents are not separate."""
     return (batch["tokens"], batch["starts"], batch["weights"]) if isinstance(batch, dict) else (batch, None, None)
 
 
 @jax.custom_vjp
 def gelu(x: Array) -> Array:
-    """Computes GELU in its tanh form (Hendrycks & Gimpel, arXiv:1606.08415), elementwise, in the shape and dtype of x.
-
-    x is a floating array of any shape. The function supports reverse-mode differentiation only. XLA recognizes this order of
-    operations after a matmul, and fuses them into an epilogue that stores both `x` and `gelu(x)`. The gradient reads only `x`.
-    """
+    """Computes GELU in its tanh form (Hendrycks & Gimpel, arXiv:1606.08415). Differentiable in reverse mode only."""
+    # XLA recognizes this order of operations after a matmul, and fuses them into an epilogue that stores both x and gelu(x).
+    # The gradient reads only x.
     return x * (0.5 * (1 + jnp.tanh(_GELU_SCALE * (x + _GELU_CUBIC * (x * (x * x))))))
 
 

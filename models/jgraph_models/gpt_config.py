@@ -107,58 +107,34 @@ class GPTConfig:
 
     @property
     def head_size(self) -> int:
-        """Width of a head: `head_dim`, or `d_model / num_heads` if `head_dim` is 0."""
         return self.head_dim or self.d_model // self.num_heads
 
     @property
     def can_fuse_attention(self) -> bool:
-        """True if `num_kv_heads` is `num_heads` and `qk_norm` is none, which the fused attention kernel needs.
-
-        The kernel also needs a supported device, dtype, sequence length and head size, which are not checked here.
-        """
+        """True if the fused attention kernel supports the settings. Device, dtype and lengths are not checked."""
         return self.num_heads == self.num_kv_heads and self.qk_norm == "none"
 
     def in_fp8(self) -> "GPTConfig":
-        """Returns the settings for FP8: a copy with `norm` backward if `norm` is auto, else the same object.
-
-        With FP8, the quantization kernels compute the norms.
-        """
+        """Returns settings for FP8, where the quantization kernels compute the norms."""
         return replace(self, norm="backward") if self.norm == "auto" else self
 
     def with_visible_matmuls(self) -> "GPTConfig":
-        """Returns the settings for transformations that replace the matmuls of the model: a copy without `tensor_overlap`.
-
-        FP8 and LoRA do not find matmuls inside `jax.shard_map`.
-
-        Raises:
-            ConfigError: If `tensor_overlap` is turns.
-        """
+        """Returns settings for FP8 and LoRA, which do not find matmuls inside `jax.shard_map`."""
         self._check_overlap("in FP8 and with LoRA")
         return replace(self, tensor_overlap="none")
 
     def _check_overlap(self, where: str) -> None:
-        """Raises ConfigError if `tensor_overlap` is turns."""
         require(self.tensor_overlap != "turns", "model.tensor_overlap", self.tensor_overlap, f"auto or none {where}")
 
     def chunk_of(self, num_tokens: int) -> int:
-        """Returns `loss_chunk`, the tokens per chunk of the loss; 0 leaves the choice to `jgraph.cross_entropy`.
-
-        Args:
-            num_tokens: Number of predicted tokens of a microbatch on a device.
-
-        Raises:
-            ConfigError: If `loss_chunk` is not 0 and does not divide `num_tokens`.
-        """
+        """Returns `loss_chunk`, the tokens per chunk of the loss; 0 leaves the choice to `jgraph.cross_entropy`."""
+        # The tokens are the predictions of a microbatch on one device.
         allowed = f"a divisor of the {num_tokens} tokens of a microbatch, or 0"
         require(not self.loss_chunk or num_tokens % self.loss_chunk == 0, "model.loss_chunk", self.loss_chunk, allowed)
         return self.loss_chunk
 
     def check_cudnn(self) -> None:
-        """Checks that cuDNN attention supports the sizes and the dtype. Does not check the device.
-
-        Raises:
-            ConfigError: If the head size is not a multiple of 8 or is larger than 128, or `compute_dtype` is not bfloat16.
-        """
+        """Raises ConfigError if cuDNN attention does not support head size or dtype. Does not check the device."""
         require(
             self.head_size % 8 == 0 and self.head_size <= 128,
             "model.head_dim" if self.head_dim else "model.num_heads",
@@ -174,19 +150,10 @@ class GPTConfig:
         )
 
     def flops(self, sequences: int, length: int) -> float:
-        """Computes the FLOPs of loss and gradients: 6·N·tokens + 6·L·d·T·tokens.
-
-        N is the number of matmul weights per token (attention, MLP or experts and router, head; not the embedding look-up).
-        Each weight has one multiply-add forward and two backward. The second term is causal attention, which needs half of the
-        T x T scores: L layers, d = num_heads * head_size, T = length. Recomputation and elementwise operations do not count.
-
-        Args:
-            sequences: Number of sequences.
-            length: Number of predicted tokens per sequence, T.
-
-        Returns:
-            The number of FLOPs of all sequences.
-        """
+        """Computes the FLOPs of loss and gradients: 6·N·tokens + 6·L·d·T·tokens, with T = `length`."""
+        # N is the number of matmul weights per token (attention, MLP or experts and router, head; not the embedding look-up).
+        # Each has one multiply-add forward and two backward. Causal attention needs half of the T x T scores, in L layers of
+        # width d. Recomputation and elementwise operations do not count.
         width = self.num_heads * self.head_size
         attention = self.d_model * (width + 2 * self.num_kv_heads * self.head_size) + width * self.d_model
         mlp = (3 if self.mlp == "swiglu" else 2) * self.d_model * self.d_ff

@@ -83,19 +83,7 @@ _MUST: dict[str, tuple[Any, ...]] = {
 
 
 def tensors(config: GPTConfig) -> Iterator[tuple[str, Part]]:
-    """Yields (parameter name, `Part`) for every tensor of a model in a Hugging Face folder, layer by layer.
-
-    The tensors outside of the layers come first. A `Part` has the name and shape of the tensor in the folder, and the position
-    of the tensor in the parameter; the parts of a parameter fill it.
-
-    Args:
-        config: Settings of the model, with `mlp` swiglu.
-
-    Yields:
-        The name of the parameter in the tree of `GPT`, with `/` between keys, such as `blocks/0/attention/qkv/kernel`, or
-        `blocks/attention/qkv/kernel` with `scan_layers`; and the tensor. Mixtures of experts have the tensor names of Mixtral
-        if `qk_norm` is none, else of Qwen3.
-    """
+    """Yields parameter name and `Part` of every tensor of a model in a Hugging Face folder: first those outside the layers."""
     K, E = config.head_size, config.moe.num_experts
     widths = {"D": config.d_model, "V": config.vocab_size, "F": config.moe.d_ff or config.d_ff if E else config.d_ff, "K": K}
     widths |= {"Q": config.num_heads * K, "G": config.num_kv_heads * K, "E": E}
@@ -117,6 +105,7 @@ def tensors(config: GPTConfig) -> Iterator[tuple[str, Part]]:
 
     absent = ("head_DV",) * (config.head == "tied") + ("attention/qkv/bias",) * (config.attention_bias == "none")
     absent += ("attention/q_norm/scale", "attention/k_norm/scale") * (config.qk_norm == "none")
+    # Mixtral has no norm of queries and keys, and Qwen3 has.
     mixture = _MIXTRAL if config.qk_norm == "none" else _QWEN3_MOE
     outer, block = (
         {param: names for param, names in all_names.items() if param not in absent}
@@ -131,14 +120,7 @@ def tensors(config: GPTConfig) -> Iterator[tuple[str, Part]]:
 
 
 def ignored(config: GPTConfig) -> tuple[str, ...]:
-    """Returns shell patterns of the names of additional tensors that a folder may contain and that are not read.
-
-    Args:
-        config: Settings of the model.
-
-    Returns:
-        A pattern for the rotary frequencies, which are constants.
-    """
+    """Returns shell patterns of tensors that are not read: the rotary frequencies, which are constants."""
     return ("*.rotary_emb.inv_freq",)
 
 
@@ -148,22 +130,7 @@ def copies(config: GPTConfig) -> dict[str, str]:
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the settings of a model from the content of a config.json of transformers 4 or 5.
-
-    Supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MixtralForCausalLM and
-    Qwen3MoeForCausalLM. Does not read tensors.
-
-    Args:
-        config: The parsed JSON object. It is not changed.
-
-    Returns:
-        Values by field name of `GPTConfig`, only for fields that config.json determines; `moe` is a dict by field name of
-        `MoEConfig`.
-
-    Raises:
-        ConfigError: If the architecture or a feature (such as sliding windows or quantized weights) is not supported, or a
-            field is missing or has another type or range.
-    """
+    """Reads the settings that the config.json of transformers 4 or 5 determines. Raises ConfigError for another model."""
     names = strings(config, "architectures") or [_TYPES.get(string(config, "model_type", ""), "missing")]
     if len(names) != 1 or names[0] not in _ARCHITECTURES:
         raise _unsupported("architectures", ", ".join(map(str, names)), f"one of {', '.join(_ARCHITECTURES)}")
@@ -222,22 +189,7 @@ def _rotary_settings(config: Mapping[str, Any], architecture: str) -> dict[str, 
 
 
 def config(settings: GPTConfig, base: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds the config.json of a model, for transformers 4 and 5. Writes no file.
-
-    Args:
-        settings: Settings of the model.
-        base: The content of another config.json, for the fields that the settings do not determine, such as special tokens; {}
-            for none. It is not changed.
-
-    Returns:
-        A new dict, the content of config.json: `base` without `rope_parameters`, with the fields of the architecture and the
-        settings added or replaced. `rope_scaling` is None unless the setting is llama3.
-
-    Raises:
-        ConfigError: If no supported architecture has these settings: `mlp` must be swiglu; `attention_bias` must be none with
-            `qk_norm` head or experts; and experts need the router softmax-topk or topk-softmax, no shared experts, a
-            `weights_scale` of 1, and, with `qk_norm` none, the router topk-softmax or normalized weights.
-    """
+    """Builds the config.json of a model, for transformers 4 and 5. Fields of `base` that it does not determine remain."""
     if settings.mlp != "swiglu":
         raise ConfigError(f"`model.mlp` is {settings.mlp}: must be swiglu in a Hugging Face folder", field="model.mlp")
     features = {"attention_bias": settings.attention_bias, "qk_norm": settings.qk_norm}
