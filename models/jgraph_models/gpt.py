@@ -12,7 +12,7 @@ The settings select a GPT, Llama 3, Qwen2, Qwen3 or Mixtral. SwiGLU: Shazeer, "G
 # rotary_T1K: `rotary_of(config, T)`
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -83,12 +83,13 @@ class GPT(nnx.Module):
     def tensor_rules(config: GPTConfig) -> Mapping[str, jgraph.Split]:
         """Splits heads of attention, hidden units of the MLP, and the vocabulary, by the shell pattern of names."""
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        up = (config.d_ff, config.d_ff) if config.mlp == "swiglu" else (config.d_ff,)
         return {
             "*embedding_VD": jgraph.Split(axis=-2, uneven="replicate"),
             "*head_DV": jgraph.Split(axis=-1, uneven="replicate"),
             "*attention/qkv/*": jgraph.Split(axis=-1, parts=heads),
             "*attention/out/kernel": jgraph.Split(axis=-2, parts=(config.num_heads,)),
-            "*mlp/up/kernel": jgraph.Split(axis=-1, parts=(config.d_ff,) * (1 + (config.mlp == "swiglu"))),
+            "*mlp/up/kernel": jgraph.Split(axis=-1, parts=up),
             "*mlp/down/kernel": jgraph.Split(axis=-2),
         }
 
@@ -124,37 +125,39 @@ class GPT(nnx.Module):
 
             # prevent_cse is not needed, because XLA cannot merge the recomputation with the forward pass across a loop.
             apply = nnx.remat(apply, prevent_cse=False) if self.remat == "layer" else apply
-            x_BTD = nnx.scan(apply, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks)
+            return self.norm(nnx.scan(apply, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks))
+        kernel = norm_kernel(self.config)
+        if _takes_turns(self.config, *x_BTD.shape[:2]):
+            x_BTD, add_BTD = self._in_turns(x_BTD, rotary_T1K, starts_BT, kernel)
         else:
-            add_BTD, kernel = None, norm_kernel(self.config)
-            if _takes_turns(self.config, *x_BTD.shape[:2]):
-                x_BTD, add_BTD = self._in_turns(x_BTD, rotary_T1K, starts_BT, kernel)
-                return _add_and_norm(self.norm, x_BTD, add_BTD, kernel)[1]
+            x_BTD, add_BTD = self._apply(self.blocks, x_BTD, rotary_T1K, starts_BT, kernel)
+        return _add_and_norm(self.norm, x_BTD, add_BTD, kernel)[1]
 
-            def parts(block: Block, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
-                return block.parts(x_BTD, add_BTD, rotary_T1K, starts_BT, kernel)
+    def _apply(
+        self, blocks: Iterable["Block"], x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None, kernel: Norm
+    ) -> tuple[Array, Array | None]:
+        """Applies blocks. Returns the stream and the pending term, like `Block.parts`."""
 
-            parts = nnx.remat(parts) if self.remat == "layer" else parts
-            for block in self.blocks:
-                x_BTD, add_BTD = parts(block, x_BTD, add_BTD)
-            return _add_and_norm(self.norm, x_BTD, add_BTD, kernel)[1]
-        return self.norm(x_BTD)
+        def parts(block: Block, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
+            return block.parts(x_BTD, add_BTD, rotary_T1K, starts_BT, kernel)
+
+        parts = nnx.remat(parts) if self.remat == "layer" else parts
+        add_BTD = None
+        for block in blocks:
+            x_BTD, add_BTD = parts(block, x_BTD, add_BTD)
+        return x_BTD, add_BTD
 
     def _in_turns(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None, kernel: Norm) -> tuple[Array, Array]:
-        """Applies the blocks on the shards of the axis `tensor`. Arguments and result as for `Block.parts`."""
+        """Applies all blocks on the shards of the axis `tensor`."""
         split = [nnx.split(block) for block in self.blocks]
         params = [nnx.to_pure_dict(state) for _, state in split]
 
         def run(params: Any, x_BTD: Array, starts_BT: Array | None) -> Any:
-            def parts(block: Block, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
-                return block.parts(x_BTD, add_BTD, rotary_T1K, starts_BT, kernel)
+            blocks = (nnx.merge(graph, of_block) for (graph, _), of_block in zip(split, params, strict=True))
+            return self._apply(blocks, x_BTD, rotary_T1K, starts_BT, kernel)
 
-            parts, add_BTD = nnx.remat(parts) if self.remat == "layer" else parts, None
-            for (graph, _), of_block in zip(split, params, strict=True):
-                x_BTD, add_BTD = parts(nnx.merge(graph, of_block), x_BTD, add_BTD)
-            return x_BTD, add_BTD
-
-        specs, rows = specs_of(self.tensor_rules(self.config), params), token_axes(x_BTD.shape)
+        specs = specs_of(self.tensor_rules(self.config), params)
+        rows = token_axes(x_BTD.shape)
         return per_shard(run, (specs, rows, PartitionSpec()), (rows, rows))(params, x_BTD, starts_BT)
 
     def output(self) -> Array:
@@ -261,7 +264,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
-        heads, K = config.num_heads + 2 * config.num_kv_heads, config.head_size
+        K = config.head_size
+        heads = config.num_heads + 2 * config.num_kv_heads
         self.qkv = _linear(config, config.d_model, heads * K, rngs, use_bias=config.attention_bias == "qkv")
         if config.qk_norm == "head":
             self.q_norm, self.k_norm = _norm(config, rngs, K), _norm(config, rngs, K)
@@ -272,7 +276,8 @@ class Attention(nnx.Module):
 
         def rest(qkv_BTC: Array, device: Array | int) -> Array:
             # On the shards of the axis `tensor`, `starts_BT` has the sequences of all devices.
-            rows, starts = qkv_BTC.shape[0], starts_BT
+            rows = qkv_BTC.shape[0]
+            starts = starts_BT
             if starts is not None and starts.shape[0] > rows:
                 starts = jax.lax.dynamic_slice_in_dim(starts, device * rows, rows)
             return self.out(self._heads(qkv_BTC, rotary_T1K, starts))
@@ -281,7 +286,8 @@ class Attention(nnx.Module):
 
     def _heads(self, qkv_BTC: Array, rotary_T1K: Rotary, starts_BT: Array | None) -> Array:
         """Computes the attention of all heads, the input of the output projection [B, T, H * K]."""
-        places, order_T = None, token_order(qkv_BTC.shape[1])
+        places = None
+        order_T = token_order(qkv_BTC.shape[1])
         if order_T is not None:
             # Arguments, because each device of the axis `context` has other positions.
             places = tuple(jnp.asarray(table)[order_T] for table in rotary_T1K), order_T
@@ -419,7 +425,10 @@ def rotary_of(config: GPTConfig, length: int) -> Rotary:
 
 def _sequences(batch: Any) -> tuple[Array, Array, Array | None, Array | None]:
     """Returns inputs, labels, document starts and weights [B, T], in the order of `token_order`. The last two may be None."""
-    tokens_BS, starts_BT, weights_BT = _unpacked(batch)
+    if isinstance(batch, dict):
+        tokens_BS, starts_BT, weights_BT = batch["tokens"], batch["starts"], batch["weights"]
+    else:
+        tokens_BS, starts_BT, weights_BT = batch, None, None
     found = tokens_BS[:, :-1], tokens_BS[:, 1:], starts_BT, weights_BT
     order_T = token_order(tokens_BS.shape[1] - 1)
     return found if order_T is None else jax.tree.map(lambda leaf: leaf[:, order_T], found)
@@ -436,10 +445,15 @@ def _mean_loss(
     vocab_size: int = 0,  # number of token ids if the vocabulary is padded, else 0
 ) -> Array:
     """Computes the mean loss, the same on all devices. Each device has its part of the vocabulary and of the tokens."""
-    devices, is_split = partitioned("context"), head_DV.shape[1] % partitioned("tensor") == 0
+    devices = partitioned("context")
+    is_split = head_DV.shape[1] % partitioned("tensor") == 0
     axes = (*axes, "tensor") if partitioned("tensor") > 1 and is_split else axes
-    options: Any = {"axis": axes[0] if len(axes) == 1 else axes or None, "vocab_size": vocab_size}
-    options |= {"chunk": config.chunk_of(labels_BT.size // devices), "precision": config.head_precision}
+    options: Any = {
+        "axis": axes[0] if len(axes) == 1 else axes or None,
+        "vocab_size": vocab_size,
+        "chunk": config.chunk_of(labels_BT.size // devices),
+        "precision": config.head_precision,
+    }
 
     def loss(x_BTD: Array, head_DV: Array, labels_BT: Array, weights_BT: Array | None) -> Array:
         mean = jgraph.cross_entropy(x_BTD, head_DV, labels_BT, weights_BT=weights_BT, **options)
@@ -447,10 +461,6 @@ def _mean_loss(
 
     columns = PartitionSpec(None, "tensor" if "tensor" in axes else None)
     return per_shard(loss, (_TOKENS, columns, _TOKENS, _TOKENS), PartitionSpec())(x_BTD, head_DV, labels_BT, weights_BT)
-
-
-def _unpacked(batch: Any) -> tuple[Array, Array | None, Array | None]:
-    return (batch["tokens"], batch["starts"], batch["weights"]) if isinstance(batch, dict) else (batch, None, None)
 
 
 @jax.custom_vjp

@@ -103,14 +103,16 @@ def tensors(config: GPTConfig) -> Iterator[tuple[str, Part]]:
         else:
             yield from parts()
 
-    absent = ("head_DV",) * (config.head == "tied") + ("attention/qkv/bias",) * (config.attention_bias == "none")
-    absent += ("attention/q_norm/scale", "attention/k_norm/scale") * (config.qk_norm == "none")
+    outer = dict(_OUTER)
     # Mixtral has no norm of queries and keys, and Qwen3 has.
     mixture = _MIXTRAL if config.qk_norm == "none" else _QWEN3_MOE
-    outer, block = (
-        {param: names for param, names in all_names.items() if param not in absent}
-        for all_names in (_OUTER, _BLOCK | (mixture if E else _MLP))
-    )
+    block = _BLOCK | (mixture if E else _MLP)
+    if config.head == "tied":
+        del outer["head_DV"]
+    if config.attention_bias == "none":
+        del block["attention/qkv/bias"]
+    if config.qk_norm == "none":
+        del block["attention/q_norm/scale"], block["attention/k_norm/scale"]
     for param, names in outer.items():
         yield from ((param, part) for part in parts_of(param, names))
     for layer in range(config.num_layers):
@@ -154,10 +156,14 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moe_settings(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    # Mixtral has one width, the width of an expert, and normalizes weights. Qwen3 has two names for the number of experts.
-    width, expert_width, is_normalized, experts = integer(config, "intermediate_size"), 0, True, "num_local_experts"
-    if architecture != "MixtralForCausalLM":
-        expert_width, is_normalized = integer(config, "moe_intermediate_size"), boolean(config, "norm_topk_prob", False)
+    width = integer(config, "intermediate_size")
+    experts = "num_local_experts"
+    if architecture == "MixtralForCausalLM":  # has one width, the width of an expert, and normalizes weights
+        expert_width = 0
+        is_normalized = True
+    else:
+        expert_width = integer(config, "moe_intermediate_size")
+        is_normalized = boolean(config, "norm_topk_prob", False)
         experts = experts if experts in config else "num_experts"
     return {
         "num_experts": integer(config, experts),
