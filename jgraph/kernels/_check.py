@@ -16,8 +16,8 @@ def require(holds: bool, name: str, array: _Spec | None, must: str) -> None:
         raise ShapeError(f"`{name}` is {found}: must be {must}", field=name.partition(".")[0])
 
 
-def require_scalar(name: str, array: Array, dtype: str = "float32") -> None:
-    require(array.shape == () and array.dtype == jnp.dtype(dtype), name, array, f"a {dtype} scalar")
+def require_scalar(name: str, array: Array) -> None:
+    require(array.shape == () and array.dtype == jnp.float32, name, array, "a float32 scalar")
 
 
 def chosen(

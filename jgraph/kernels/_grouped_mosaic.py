@@ -61,7 +61,8 @@ class _Tiles(NamedTuple):
         return _Cursor(jnp.int32(-1), *(jnp.int32(0),) * 4)  # before the first group
 
     def next(self, at: _Cursor) -> _Cursor:
-        G, group = self.sizes.shape[0], at.group + 1
+        G = self.sizes.shape[0]
+        group = at.group + 1
         end = jnp.minimum(at.end + self.sizes[jnp.minimum(group, G - 1)], self.M)
         end = jnp.where(group == G, self.M, end)
         return _Cursor(group, at.end, end, at.after, at.after + self.pairs(at.end, end))
@@ -102,7 +103,9 @@ def _persistent(
     run: int = 1,  # number of consecutive pairs that a cluster computes in sequence
 ) -> None:
     """Runs a block's share of the tiles: one warpgroup loads, two multiply and store."""
-    gpu, places, widths = plgpu(), shape.stages, _widths(shape, columns)
+    gpu = plgpu()
+    places = shape.stages
+    widths = _widths(shape, columns)
     wg, cluster = lax.axis_index("wg"), lax.axis_index("clusters")
     count = lax.div(total + (_CLUSTERS * run - 1), jnp.int32(_CLUSTERS * run)) * run
 
@@ -120,7 +123,8 @@ def _persistent(
             # Rotated by one in each turn, so that all clusters share the narrower tiles of the last columns.
             round, part = lax.div(turn, jnp.int32(run)), lax.rem(turn, jnp.int32(run))
             number = (round * _CLUSTERS + lax.rem(cluster + round, jnp.int32(_CLUSTERS))) * run + part
-            exists, number = number < total, jnp.minimum(number, total - 1)
+            exists = number < total
+            number = jnp.minimum(number, total - 1)
             at = tiles.seek(at, number)
             tile = work(at, number - at.first)
             tile = tile._replace(steps=jnp.where(exists, tile.steps, 0), valid=exists & tile.valid)
@@ -197,7 +201,8 @@ def _persistent(
 
 def _widths(shape: _Shape, columns: int) -> tuple[int, ...]:
     """Returns the possible tile widths for a result with `columns` columns. A tile uses the smallest sufficient width."""
-    last, half = columns % shape.columns, shape.columns // 2
+    last = columns % shape.columns
+    half = shape.columns // 2
     widths = {shape.columns} if columns >= shape.columns else set()
     return tuple(sorted(widths | ({half if last <= half else shape.columns} if last else set())))
 
@@ -252,9 +257,12 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
     """Multiplies the rows of each group by its matrix, and the result by `scale`, in a kernel for Hopper."""
     gpu = plgpu()
     (M, K), G = x_MK.shape, sizes_G.size
-    N, K_last = weights.shape[order.index("N")], order.endswith("K")
-    shape, step = _PRODUCT, LINE // x_MK.dtype.itemsize
-    columns, across = shape.columns, pl.cdiv(N, shape.columns)
+    N = weights.shape[order.index("N")]
+    K_last = order.endswith("K")
+    shape = _PRODUCT
+    step = LINE // x_MK.dtype.itemsize
+    columns = shape.columns
+    across = pl.cdiv(N, shape.columns)
     slots = (2, shape.slots, SLAB, SWIZZLED)
     staged = gpu.RefUnion(shared(slots, jnp.bfloat16), gpu.SMEM(slots, jnp.bfloat16))
 
@@ -275,7 +283,8 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
         def work(at: _Cursor, pair: Array) -> _Work:
             # The tiles of a pair are one above the other and share weights. A last single row of tiles is paired side by side,
             # and the pairs share rows of x.
-            block, (down, above) = lax.axis_index(_CLUSTER), split(at.begin, at.end)
+            block = lax.axis_index(_CLUSTER)
+            down, above = split(at.begin, at.end)
             beside = pair - above
             i = jnp.where(beside < 0, 2 * lax.div(pair, jnp.int32(across)) + block, down - 1)
             j = jnp.where(beside < 0, lax.rem(pair, jnp.int32(across)), 2 * beside + block)
@@ -283,7 +292,8 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
             top = _aligned(at.begin) + pl.multiple_of(i * _ROWS, ALIGNED)
             begin, end = jnp.maximum(at.begin, top), jnp.minimum(at.end, top + _ROWS)
             steps = jnp.where(at.group < G, jnp.int32(K // step), jnp.int32(0))
-            left, slab = j * columns, top + wg * SLAB
+            left = j * columns
+            slab = top + wg * SLAB
 
             def load(k: Array, place: Array, kept: Array) -> None:
                 along, side = pl.ds(k * step, step), pl.ds(left, columns)
@@ -302,7 +312,8 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
                 acc = (acc * scaled[0][0] if scaled else acc).astype(y.dtype)
                 low, high = jnp.clip(begin - slab, 0, SLAB), jnp.clip(end - slab, 0, SLAB)
                 for number, column in enumerate(range(0, acc.shape[1], SWIZZLED)):
-                    slot, side = number % shape.slots, pl.ds(left + column, SWIZZLED)
+                    slot = number % shape.slots
+                    side = pl.ds(left + column, SWIZZLED)
                     piece = acc[:, column : column + SWIZZLED]
                     gpu.wait_smem_to_gmem(shape.slots - 1, wait_read_only=True)
 
@@ -330,7 +341,8 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
                             size //= 2
                         gpu.commit_smem_to_gmem_group()
 
-            valid, right = (end > slab) & (left < N), at.first + pair
+            valid = (end > slab) & (left < N)
+            right = at.first + pair
             return _Work(steps, valid, jnp.clip(N - left, 0, columns), right, load, operands, finish)
 
         def operands(place: Array, columns: int) -> tuple[Ref, Ref]:
@@ -354,9 +366,12 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
     """Computes x.T @ dy + add [G, K, N] of each group's rows, in a kernel for Hopper."""
     gpu = plgpu()
     adds = add_GKN is not None
-    shape, step = _SUM if adds else _PRODUCT, SWIZZLED
+    shape = _SUM if adds else _PRODUCT
+    step = SWIZZLED
     (M, K), N, G = x_MK.shape, dy_MN.shape[1], sizes_G.size
-    columns, down, across = shape.columns, pl.cdiv(K, 2 * _ROWS), pl.cdiv(N, shape.columns)
+    columns = shape.columns
+    down = pl.cdiv(K, 2 * _ROWS)
+    across = pl.cdiv(N, shape.columns)
     width = LINE // dtype.itemsize
     # If the rows of an average group fit into the ring buffer, its columns of dy stay there for several tiles.
     run = 1 if adds or G * shape.stages * step < M else _RUN
@@ -373,7 +388,8 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
                 i, j = lax.rem(pair, jnp.int32(down)), lax.div(pair, jnp.int32(down))
             else:
                 i, j = lax.div(pair, jnp.int32(across)), lax.rem(pair, jnp.int32(across))
-            i, right = 2 * i + lax.axis_index(_CLUSTER), at.group * across + j
+            i = 2 * i + lax.axis_index(_CLUSTER)
+            right = at.group * across + j
             begin, end = at.begin, at.end
             top = _aligned(begin)
             steps = jnp.where(end > begin, lax.div(end - top + (step - 1), jnp.int32(step)), 0)
@@ -400,7 +416,8 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
                     rows[...] = jnp.where((row >= low) & (row < high), rows[...], jnp.bfloat16(0))
                     gpu.commit_smem()
 
-            head, left = i * _ROWS + wg * SLAB, j * columns
+            head = i * _ROWS + wg * SLAB
+            left = j * columns
 
             def piece_at(column: int) -> Ref:
                 return dw.at[at.group, pl.ds(head, SLAB), pl.ds(left + column, width)]

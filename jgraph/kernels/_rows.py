@@ -31,7 +31,7 @@ def layout(columns: int = WIDTH // 32) -> Any:  # jax does not export the class
     return plgpu().Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
-def load(ref: Ref, *at: Slice) -> Array:
+def load_block(ref: Ref, *at: Slice) -> Array:
     """Loads `ROWS` rows, and optionally a slice of a multiple of `WIDTH` columns, as float32 in `layout`."""
     return laid_out(plgpu().load(ref.at[at], layout=layout(), optimized=False).astype(jnp.float32))
 

@@ -30,7 +30,8 @@ def rotary_attention(qkv_BTNK: Array, cos_TP: np.ndarray, sin_TP: np.ndarray, *,
     matches = qkv_BTNK.ndim == 4 and N % 3 == 0 and K % 2 == 0 and cos_TP.shape == sin_TP.shape == (T, K // 2)
     tables = f"`cos_TP` {list(cos_TP.shape)} and `sin_TP` {list(sin_TP.shape)}, which must be [T, K/2]"
     require(matches, "qkv_BTNK", qkv_BTNK, f"[B, T, 3H, K] for {tables}")
-    fits, must = _fits(qkv_BTNK.shape, qkv_BTNK.dtype), "bfloat16 [B, T, 3H, K], T and K of 64 or 128 but not both 128,"
+    fits = _fits(qkv_BTNK.shape, qkv_BTNK.dtype)
+    must = "bfloat16 [B, T, 3H, K], T and K of 64 or 128 but not both 128,"
     name = chosen(implementation, has_wgmma(), fits, "qkv_BTNK", qkv_BTNK, must)
     return (_mosaic if name == "mosaic" else _xla)(qkv_BTNK, jnp.asarray(cos_TP), jnp.asarray(sin_TP))
 
@@ -58,7 +59,9 @@ def _jgraph_attention(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array) -> Array:
 
     def attention(qkv: Ref, cos: Ref, sin: Ref, y: Ref, **scratch: Ref) -> None:
         head = _Head(qkv, cos, sin, scratch)
-        tiles, wg, v, p, out = head.tiles, head.wg, scratch["v"], scratch["p"], scratch["out"]
+        tiles = head.tiles
+        wg = head.wg
+        v, p, out = (scratch[name] for name in ("v", "p", "out"))
         exps, total = head.exps()
         for j in range(tiles):
             p[wg, j] = exps[j].astype(p.dtype)
@@ -82,7 +85,9 @@ def _jgraph_attention_backward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, dy
     def attention_backward(qkv: Ref, cos: Ref, sin: Ref, dy: Ref, dqkv: Ref, **scratch: Ref) -> None:
         head = _Head(qkv, cos, sin, scratch, dy)
         q, k, v, g, p, s, dqk, dv = (scratch[name] for name in ("q", "k", "v", "g", "p", "s", "dqk", "dv"))
-        gpu, tiles, wg = plgpu(), head.tiles, head.wg
+        gpu = plgpu()
+        tiles = head.tiles
+        wg = head.wg
         exps, total = head.exps()
         share = lax.broadcast_in_dim(1 / total, (SLAB, SLAB), (0,))
         ps = [e * share for e in exps]
@@ -128,7 +133,7 @@ def _kernel(
     # Operands of one matmul need equal tiles, and half a head is one tile wide.
     in_tiles = functools.partial(shared, dtype=qkv.dtype, columns=pairs)
     scratch = {"q": in_tiles((2, tiles, SLAB, pairs)), "k": in_tiles((2, tiles, SLAB, pairs)), "v": in_tiles((tiles, SLAB, K))}
-    copies = (5 + ("g" in buffers)) * tiles
+    copies = (6 if "g" in buffers else 5) * tiles
     return kernel(
         body,
         [jax.ShapeDtypeStruct(out, qkv.dtype)],
@@ -150,7 +155,8 @@ class _Head:
         q, k, v, loaded, self.ready = (scratch[name] for name in ("q", "k", "v", "loaded", "ready"))
         self.q, self.k = q, k
         self.b, self.h, self.wg = (lax.axis_index(name) for name in ("b", "h", "wg"))
-        self.tiles, P = q.shape[1], q.shape[3]
+        self.tiles = q.shape[1]
+        P = q.shape[3]
         H = qkv.shape[2] // 3
 
         @pl.when(self.wg == 0)
@@ -164,7 +170,8 @@ class _Head:
                 if dy is not None:
                     gpu.copy_gmem_to_smem(dy.at[self.b, self.rows(j), self.h], scratch["g"].at[j], loaded)
 
-        rows, layout = self.rows(self.wg), gpu.Layout.WGMMA
+        rows = self.rows(self.wg)
+        layout = gpu.Layout.WGMMA
         self.cos, self.sin = (gpu.load(table.at[rows], layout=layout, optimized=False) for table in (cos, sin))
         gpu.barrier_wait(loaded)
         for x in (q, k):

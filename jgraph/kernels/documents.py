@@ -89,8 +89,9 @@ def _xla(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BS: Array, position
     seen_BST = keys_T >= starts_BS[:, :, None]
     if positions_S is not None:
         seen_BST &= keys_T <= positions_S[:, None]
-    options: Any = {"is_causal": positions_S is None, "implementation": "xla"}
-    return jax.nn.dot_product_attention(q_BSHK, k_BTGK, v_BTGK, mask=seen_BST[:, None], **options)
+    mask = seen_BST[:, None]
+    is_causal = positions_S is None
+    return jax.nn.dot_product_attention(q_BSHK, k_BTGK, v_BTGK, mask=mask, is_causal=is_causal, implementation="xla")
 
 
 def _mosaic(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BS: Array, positions_S: Array | None) -> Array:
@@ -164,7 +165,8 @@ def _launch(
     loaded: int,  # number of slices in `_Work.resident`
 ) -> Sequence[Array]:
     """Runs `work(place, refs, buffers)` for each sequence of the batch, head and tile of tokens."""
-    gpu, stages = plgpu(), ring[0].shape[0]
+    gpu = plgpu()
+    stages = ring[0].shape[0]
     B, N = outs[0].shape[:2]
 
     def attend(*refs: Ref, buffers: Sequence[Ref], ring: Sequence[Ref], loaded: Ref, full: Ref, empty: Ref) -> None:
@@ -275,7 +277,9 @@ def _jgraph_documents(
 ) -> tuple[Array, Array]:
     """Returns the attention [B, S, H, K], and log2 of each query's sum of exponentials [B, H, S]."""
     (B, S, H, K), G = q_BSHK.shape, k_BTGK.shape[2]
-    gpu, C, factor = plgpu(), _TILE, scale * math.log2(math.e)
+    gpu = plgpu()
+    C = _TILE
+    factor = scale * math.log2(math.e)
 
     def work(at: _Place, refs: Sequence[Ref], scratch: Sequence[Ref]) -> _Work:
         q, k, v, starts, *positions, y, lse = refs
@@ -295,7 +299,8 @@ def _jgraph_documents(
                 if masked:
                     scores_QC = _mask(scores_QC, queries, (first + number) * C, starts_Q, 0)
                 new_Q = jnp.maximum(largest_Q, jnp.max(scores_QC, axis=1) * factor)
-                exps_QC, shrink_Q = jnp.exp2(scores_QC * factor - _spread(new_Q, scores_QC)), jnp.exp2(largest_Q - new_Q)
+                exps_QC = jnp.exp2(scores_QC * factor - _spread(new_Q, scores_QC))
+                shrink_Q = jnp.exp2(largest_Q - new_Q)
                 y_QK = add_product(y_QK * _spread(shrink_Q, y_QK), exps_QC.astype(v.dtype), buffers[1])
                 return new_Q, total_Q * shrink_Q + jnp.sum(exps_QC, axis=1), y_QK
 
@@ -324,8 +329,11 @@ def _jgraph_documents_backward(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Returns the gradients of queries, keys and values. Two kernels, one over queries and one over keys, avoid atomics."""
     (H, K), (T, G) = q_BSHK.shape[2:], k_BTGK.shape[1:3]
-    R, N, dtype = H // G, _HALF, q_BSHK.dtype
-    gpu, factor = plgpu(), scale * math.log2(math.e)
+    R = H // G
+    N = _HALF
+    dtype = q_BSHK.dtype
+    gpu = plgpu()
+    factor = scale * math.log2(math.e)
     # For the first and last key of each tile: the end of its document, which is the number of queries in documents that start
     # at or before the key, and the number of queries before the key.
     places_J2 = jnp.arange(0, T, _TILE)[:, None] + jnp.array([0, _TILE - 1])
@@ -339,7 +347,8 @@ def _jgraph_documents_backward(
 
     def of_queries(at: _Place, refs: Sequence[Ref], scratch: Sequence[Ref]) -> _Work:
         q, k, v, starts, dy, lse, delta, *positions, dq = refs
-        group, tile = lax.div(at.head, jnp.int32(R)), pl.ds(at.tile * _TILE, _TILE)
+        group = lax.div(at.head, jnp.int32(R))
+        tile = pl.ds(at.tile * _TILE, _TILE)
         source, first, bounds = _keys(k, v, starts, positions, at, group, N)
 
         def compute(loop: _Loop) -> None:
@@ -363,7 +372,8 @@ def _jgraph_documents_backward(
 
     def of_keys(at: _Place, refs: Sequence[Ref], scratch: Sequence[Ref]) -> _Work:
         q, k, v, starts, dy, lse, delta, ends, *places, dk, dv = refs
-        tile, first = pl.ds(at.tile * _TILE, _TILE), at.tile * (_TILE // N)
+        tile = pl.ds(at.tile * _TILE, _TILE)
+        first = at.tile * (_TILE // N)
         plain, last = (ends[at.row, at.tile, which] + over for which, over in ((0, 0), (1, N - 1)))
         diagonal = jnp.int32(_TILE // N)
         if places:
@@ -374,7 +384,8 @@ def _jgraph_documents_backward(
         plain = jnp.clip(lax.div(plain, jnp.int32(N)) - first, diagonal, count)
 
         def source(number: Array) -> Sequence[Ref]:
-            head, queries = at.head * R + lax.div(number, count), pl.ds((first + lax.rem(number, count)) * N, N)
+            head = at.head * R + lax.div(number, count)
+            queries = pl.ds((first + lax.rem(number, count)) * N, N)
             by_row = (ref.at[at.row, head, queries] for ref in (lse, delta))
             by_query = starts.at[at.row, queries], *(ref.at[queries] for ref in places[:1])
             return q.at[at.row, queries, head], dy.at[at.row, queries, head], *by_row, *by_query
@@ -386,7 +397,8 @@ def _jgraph_documents_backward(
                 def step(
                     number: Array, buffers: Sequence[Ref], carry: tuple[Array, Array], masked: bool
                 ) -> tuple[Array, Array]:
-                    (dk_CK, dv_CK), (q_QK, dy_QK, *by_query) = carry, buffers
+                    dk_CK, dv_CK = carry
+                    q_QK, dy_QK, *by_query = buffers
                     scores_CQ, dshares_CQ = products([(k_CK, transposed(q_QK))], [(v_CK, transposed(dy_QK))])
                     lse_Q, delta_Q, starts_Q, *queries = (_load(ref, 1) for ref in by_query)
                     if masked:
@@ -405,7 +417,8 @@ def _jgraph_documents_backward(
 
         return _Work([x.at[at.row, tile, at.head] for x in (k, v)], R * count, source, compute)
 
-    buffers, ring = [shared((_TILE, K), dtype)] * 2, [shared((4, N, K), dtype)] * 2
+    buffers = [shared((_TILE, K), dtype)] * 2
+    ring = [shared((4, N, K), dtype)] * 2
     by_query = [gpu.SMEM((4, N), number) for number in (jnp.float32, jnp.float32, jnp.int32, *(x.dtype for x in positions))]
     args = q_BSHK, k_BTGK, v_BTGK, starts_BS, dy_BSHK, lse_BHS, delta_BHS
     of_q, of_k = (jax.ShapeDtypeStruct(x.shape, dtype) for x in (q_BSHK, k_BTGK))

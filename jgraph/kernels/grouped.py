@@ -120,7 +120,8 @@ def grouped_wgrad(
     _check(sizes_G, x_MK=(x_MK, 2), dy_MN=(dy_MN, 2))
     (M, K), N = x_MK.shape, dy_MN.shape[1]
     require(dy_MN.shape[0] == M and dy_MN.dtype == x_MK.dtype, "dy_MN", dy_MN, f"{x_MK.dtype}[{M}, N] like `x_MK`")
-    dtype, shape = jnp.dtype(dtype), (sizes_G.size, K, N)
+    dtype = jnp.dtype(dtype)
+    shape = (sizes_G.size, K, N)
     check_choice("dtype", dtype.name, ("bfloat16", "float32") if add_GKN is None else ("float32",))
     fits = add_GKN is None or (add_GKN.shape == shape and add_GKN.dtype == jnp.float32)
     require(fits, "add_GKN", add_GKN, f"float32{list(shape)}")
@@ -141,7 +142,8 @@ def _fits(shape: tuple[int, int, int], dtype: DTypeLike) -> bool:
 
 
 def _chosen(implementation: str, shape: tuple[int, int, int], x_MK: Array | jax.ShapeDtypeStruct) -> str:
-    (M, K, N), others = _allowed(x_MK.dtype), ("xla", "tiles") if target() is None else ("tiles", "xla")
+    M, K, N = _allowed(x_MK.dtype)
+    others = ("xla", "tiles") if target() is None else ("tiles", "xla")
     must = f"bfloat16 or FP8, with M, K, N of {shape} multiples of {M}, {K} and {N},"
     return chosen(implementation, has_wgmma(), _fits(shape, x_MK.dtype), "x_MK", x_MK, must, others)
 
@@ -247,7 +249,8 @@ def _padded(x_MK: Array) -> Array:
 
 
 def _product_tiles(x_MK: Array, weights: Array, sizes_G: Array, order: Order) -> Array:
-    M, x = x_MK.shape[0], _padded(x_MK)
+    M = x_MK.shape[0]
+    x = _padded(x_MK)
 
     def step(y: Array, group: Array, first: Array, is_row: Array) -> Array:
         weight = weights[group] if order == "GKN" else weights[group].T

@@ -82,7 +82,8 @@ def _jgraph_matvec(
     inputs |= {name: array for name, array in (("scale", scale_D), ("add", add_F)) if array is not None}
 
     def kernel(*refs: Ref) -> None:
-        named, (out, *normed) = dict(zip(inputs, refs, strict=False)), refs[len(inputs) :]
+        named = dict(zip(inputs, refs, strict=False))
+        out, *normed = refs[len(inputs) :]
         rows = pl.ds(lax.axis_index("i") * ROWS, ROWS)
         loads = (
             gpu.load(named["weights"].at[part, rows, columns], layout=layout, optimized=False)

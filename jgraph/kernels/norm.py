@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jgraph.kernels import _rows
 from jgraph.kernels._check import chosen, require
 from jgraph.kernels._mosaic import Ref, has_mosaic, plgpu
-from jgraph.kernels._rows import ROWS, WIDTH, by_column, by_row, load, load_columns
+from jgraph.kernels._rows import ROWS, WIDTH, by_column, by_row, load_block, load_columns
 
 Forward: TypeAlias = Literal["mosaic", "xla"]
 _Kept: TypeAlias = tuple[Array, Array, bool]  # the sum, the scale, and True without an addend
@@ -119,14 +119,14 @@ _mosaic.defvjp(_forward, _backward)
 def _jgraph_norm(x_MD: Array, scale_D: Array, add_MD: Array | None, epsilon: float) -> Sequence[Array]:
     """Returns the norm, followed by the sum if `add_MD` is not None."""
     M, D = x_MD.shape
-    outs = 1 + (add_MD is not None)
+    outs = 1 if add_MD is None else 2
 
     def kernel(scale: Ref, x: Ref, *others: Ref) -> None:
         *add, y = others[:outs]
         rows = pl.ds(lax.axis_index("i") * ROWS, ROWS)
-        values, scales = load(x, rows), by_column(load_columns(scale))
+        values, scales = load_block(x, rows), by_column(load_columns(scale))
         if add:
-            total = (values + load(add[0], rows)).astype(x.dtype)
+            total = (values + load_block(add[0], rows)).astype(x.dtype)
             others[outs][rows] = total
             values = total.astype(jnp.float32)
         y[rows] = (values * by_row(_root(values, epsilon), D) * scales).astype(y.dtype)
@@ -149,7 +149,7 @@ def _jgraph_norm_backward(x_MD: Array, scale_D: Array, dx_MD: Array, dy_MD: Arra
         def step(number: Array, part: Array) -> Array:
             rows = pl.ds((i * steps + number) * ROWS, ROWS)
             # Issue all loads before the first use of a result.
-            values, gradient, stream = (load(array, rows) for array in (x, dy, dx))
+            values, gradient, stream = (load_block(array, rows) for array in (x, dy, dx))
             scaled = gradient * by_column(load_columns(scale))
             root = _root(values, epsilon)
             # The norm removes the component of the gradient in the direction of the row.

@@ -140,7 +140,8 @@ def cast(x: Array, inverse_scale: Array, dtype: DTypeLike) -> Array:
 
 
 def _quantize(x: Array, inverse_scale: Array, dtype: jnp.dtype) -> Array:
-    top, x = float(jnp.finfo(dtype).max), x.astype(jnp.float32)
+    top = float(jnp.finfo(dtype).max)
+    x = x.astype(jnp.float32)
     # Infinities become NaN, so that clipping does not hide them.
     return jnp.where(jnp.isfinite(x), jnp.clip(x * inverse_scale, -top, top), jnp.nan).astype(dtype)
 
@@ -197,7 +198,8 @@ class _ComputedTiles:
         views: dict[Any, Any] = {(M, N): (M // 2, 2, N), (M, 1): (M // 2, 2), (1, N): (N,)}
         self.arrays = [x.reshape(views[x.shape]) for x in self.inputs]
         self.scratch = [plgpu().SMEM((self.tiles, 2, _PAIRS, _WIDTH), x.dtype) for x in self.inputs if x.shape == (M, N)]
-        self.num_arrivals, self.num_barriers = 2 * len(self.scratch), self.tiles
+        self.num_arrivals = 2 * len(self.scratch)
+        self.num_barriers = self.tiles
 
     def load(self, refs: Sequence[Ref], scratch: Sequence[Ref], loaded: Ref, i: Array, j: Array) -> Callable[[int, int], Array]:
         """Starts the copies of all tiles of a block. Returns the function that computes the tile of a parity of rows."""
@@ -244,10 +246,13 @@ class _ComputedTiles:
 class _RotatedTiles:
     """The tiles of a `RotatedBack`. A block processes the two halves of a head."""
 
-    tiles, num_barriers, num_arrivals = 2, 1, 8
+    tiles = 2
+    num_barriers = 1
+    num_arrivals = 8
 
     def __init__(self, x: RotatedBack):
-        self.shape, self.width = x.shape, x.head_size // 2
+        self.shape = x.shape
+        self.width = x.head_size // 2
         self.heads = [part.shape[1] // x.head_size for part in x[:3]]
         self.positions = len(x.cos) // 2
         # Loads of float32 tables take as long as the gradients. FP8 rounds more than bfloat16.
@@ -259,7 +264,8 @@ class _RotatedTiles:
 
     def load(self, refs: Sequence[Ref], scratch: Sequence[Ref], loaded: Ref, i: Array, j: Array) -> Callable[[int, int], Array]:
         gpu = plgpu()
-        pairs, (queries, keys, values) = pl.ds(i * _PAIRS, _PAIRS), self.heads
+        pairs = pl.ds(i * _PAIRS, _PAIRS)
+        queries, keys, values = self.heads
         x, *tables = scratch
         starts = (0, queries, queries + keys, queries + keys + values)
         for part, first, stop in zip(refs[:3], starts[:-1], starts[1:], strict=True):

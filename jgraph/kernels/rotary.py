@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from jgraph.errors import ShapeError
+from jgraph.kernels._check import require
 from jgraph.kernels.quantize import RotatedBack
 
 Table: TypeAlias = np.ndarray | Array
@@ -31,11 +32,11 @@ def rotated_heads(
     qkv_BTHK: Array, cos_TP: Table, sin_TP: Table, *, num_heads: int, num_kv_heads: int
 ) -> tuple[Array, Array, Array]:
     """Splits heads into rotated queries, rotated keys and values. Differentiable in `qkv_BTHK`."""
-    heads, found = num_heads + 2 * num_kv_heads, f"{qkv_BTHK.dtype}{list(qkv_BTHK.shape)}"
-    if qkv_BTHK.ndim != 4 or qkv_BTHK.shape[2] != heads:
-        raise ShapeError(f"`qkv_BTHK` is {found}: must be [B, T, {heads}, K]", field="qkv_BTHK")
+    heads = num_heads + 2 * num_kv_heads
+    require(qkv_BTHK.ndim == 4 and qkv_BTHK.shape[2] == heads, "qkv_BTHK", qkv_BTHK, f"[B, T, {heads}, K]")
+    must = qkv_BTHK.shape[1], qkv_BTHK.shape[3] // 2
     for name, table in (("cos_TP", cos_TP), ("sin_TP", sin_TP)):
-        if table.shape != (must := (qkv_BTHK.shape[1], qkv_BTHK.shape[3] // 2)):
+        if table.shape != must:
             raise ShapeError(f"`{name}` has the shape {list(table.shape)}: must be {list(must)}", field=name)
     return _rotated_heads(qkv_BTHK, cos_TP, sin_TP, num_heads, num_kv_heads)
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jgraph.kernels import _rows
 from jgraph.kernels._check import chosen, require
 from jgraph.kernels._mosaic import Ref, has_mosaic
-from jgraph.kernels._rows import ROWS, WIDTH, by_row, load, load_rows
+from jgraph.kernels._rows import ROWS, WIDTH, by_row, load_block, load_rows
 
 _COLUMNS = 512
 """Maximum number of columns in one step: a thread holds 16 elements of each array in registers."""
@@ -33,7 +33,8 @@ def weighted_swiglu(both_RF2: Array, weights_R: Array, *, implementation: str = 
     """Computes silu(gate) * up times one weight per row, in float32. Differentiable in both arguments."""
     matches = both_RF2.ndim == 2 and both_RF2.shape[1] % 2 == 0 and weights_R.shape == both_RF2.shape[:1]
     require(matches, "weights_R", weights_R, f"[R] for `both_RF2` [R, 2F], which is {list(both_RF2.shape)}")
-    (R, columns), must = both_RF2.shape, f"bfloat16 [R, 2F] with R a multiple of {ROWS} and F of {WIDTH}"
+    R, columns = both_RF2.shape
+    must = f"bfloat16 [R, 2F] with R a multiple of {ROWS} and F of {WIDTH}"
     fits = both_RF2.dtype == jnp.bfloat16 and R % ROWS == 0 and columns % (2 * WIDTH) == 0 and both_RF2.size > 0
     if chosen(implementation, has_mosaic(), fits, "both_RF2", both_RF2, must) == "mosaic":
         return _mosaic(both_RF2, weights_R)
@@ -52,7 +53,7 @@ def _jgraph_swiglu_backward(both_RF2: Array, weights_R: Array, dy_RF: Array) -> 
         sums: Any = 0.0
         for first in range(0, F, width):
             gate_at, up_at = pl.ds(first, width), pl.ds(F + first, width)
-            gate, up, gradient = load(both, rows, gate_at), load(both, rows, up_at), load(dy, rows, gate_at)
+            gate, up, gradient = load_block(both, rows, gate_at), load_block(both, rows, up_at), load_block(dy, rows, gate_at)
             sigmoid = 1 / (1 + jnp.exp(-gate))
             silu = gate * sigmoid
             sums += jnp.sum(gradient * silu * up, axis=1)
