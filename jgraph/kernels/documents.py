@@ -258,7 +258,8 @@ def _keys(
 ) -> tuple[_Source, Array, tuple[Array, ...]]:
     """Returns the keys that a tile of queries reads: `_Work.source`, its first block of C keys, and bounds relative to it."""
     begin, end = at.tile * _TILE, (at.tile + 1) * _TILE
-    first, plain = (lax.div(starts[at.row, token] + over, jnp.int32(C)) for token, over in ((begin, 0), (end - 1, C - 1)))
+    first = lax.div(starts[at.row, begin], jnp.int32(C))
+    plain = lax.div(starts[at.row, end - 1] + (C - 1), jnp.int32(C))
     for ref in positions:  # the position of the first query, and the last one rounded up to a block
         begin, end = ref[begin], ref[end - 1] + C
     diagonal, last = lax.div(begin, jnp.int32(C)) - first, lax.div(end, jnp.int32(C)) - first
@@ -374,7 +375,8 @@ def _jgraph_documents_backward(
         q, k, v, starts, dy, lse, delta, ends, *places, dk, dv = refs
         tile = pl.ds(at.tile * _TILE, _TILE)
         first = at.tile * (_TILE // N)
-        plain, last = (ends[at.row, at.tile, which] + over for which, over in ((0, 0), (1, N - 1)))
+        plain = ends[at.row, at.tile, 0]
+        last = ends[at.row, at.tile, 1] + (N - 1)
         diagonal = jnp.int32(_TILE // N)
         if places:
             _, begins = places
@@ -400,9 +402,9 @@ def _jgraph_documents_backward(
                     dk_CK, dv_CK = carry
                     q_QK, dy_QK, *by_query = buffers
                     scores_CQ, dshares_CQ = products([(k_CK, transposed(q_QK))], [(v_CK, transposed(dy_QK))])
-                    lse_Q, delta_Q, starts_Q, *queries = (_load(ref, 1) for ref in by_query)
+                    lse_Q, delta_Q, starts_Q, *places_Q = (_load(ref, 1) for ref in by_query)
                     if masked:
-                        (queries,) = queries or [(first + number - r * count) * N]
+                        queries = places_Q[0] if places_Q else (first + number - r * count) * N
                         scores_CQ = _mask(scores_CQ, queries, at.first, starts_Q, 1)
                     shares_CQ = jnp.exp2(scores_CQ * factor - _spread(lse_Q, scores_CQ, 1))
                     dv_CK = add_product(dv_CK, shares_CQ.astype(dtype), dy_QK)
@@ -411,9 +413,9 @@ def _jgraph_documents_backward(
 
                 return loop(step, carry, [r * count + bound for bound in (0, diagonal, plain, count)])
 
-            sums = lax.fori_loop(jnp.int32(0), jnp.int32(R), head, (_full((N, K), 0.0),) * 2)
-            for result, by, buffer, out in zip(sums, (scale, 1.0), (k_CK, v_CK), (dk, dv), strict=True):
-                store(result * by, buffer, out.at[at.row, at.tokens, at.head])
+            dk_CK, dv_CK = lax.fori_loop(jnp.int32(0), jnp.int32(R), head, (_full((N, K), 0.0),) * 2)
+            store(dk_CK * scale, k_CK, dk.at[at.row, at.tokens, at.head])
+            store(dv_CK, v_CK, dv.at[at.row, at.tokens, at.head])
 
         return _Work([x.at[at.row, tile, at.head] for x in (k, v)], R * count, source, compute)
 

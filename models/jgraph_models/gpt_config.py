@@ -93,12 +93,14 @@ class GPTConfig:
         require(heads % groups == 0, "model.num_kv_heads", groups, f"a divisor of `model.num_heads` {heads}")
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         require(low < high, "model.rope_low_freq_factor", low, f"below `model.rope_high_freq_factor` {high}")
-        for name in _SCALING_FIELDS.split() if self.rope_scaling == "none" else ():
-            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
-            require(value == default, f"model.{name}", value, f"{default} where `model.rope_scaling` is none")
-        for name in ("d_model", "vocab_size", "loss_chunk") if self.head_precision == "fp8" else ():
-            value = getattr(self, name)
-            require(value % 16 == 0, f"model.{name}", value, "a multiple of 16 for `model.head_precision` fp8")
+        if self.rope_scaling == "none":
+            for name in _SCALING_FIELDS.split():
+                value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+                require(value == default, f"model.{name}", value, f"{default} where `model.rope_scaling` is none")
+        if self.head_precision == "fp8":
+            for name in ("d_model", "vocab_size", "loss_chunk"):
+                value = getattr(self, name)
+                require(value % 16 == 0, f"model.{name}", value, "a multiple of 16 for `model.head_precision` fp8")
         if self.attention == "cudnn":
             self.check_cudnn()
         if self.attention == "fused":
