@@ -21,38 +21,19 @@ class End:
     """`embed` or `head` of a pipeline model, as a function of the unsharded parameters that it reads.
 
     The number of a parameter is its position in `reads`. The rank that computes the function holds whole parameters.
-
-    Attributes:
-        fn: `fn(outer, *args)`, without collectives over `pipe`. `outer` is the tree of the parameters of embedding and head.
-        outer: Shapes of all leaves of the argument `outer`, unsharded.
-        kept: Shapes of the same leaves in the state, unsharded, where their dtypes may differ.
-        reads: Indices of the leaves that the function reads.
-        axes: For each leaf in `reads`, the axis that is sharded over the ranks; None if it is not sharded.
     """
 
-    fn: Callable[..., Array]
-    outer: Params
-    kept: Params
-    reads: tuple[int, ...]
-    axes: tuple[int | None, ...]
+    fn: Callable[..., Array]  # `fn(outer, *args)`, without collectives over `pipe`
+    outer: Params  # shapes of all leaves of the argument `outer` (the parameters of embedding and head), unsharded
+    kept: Params  # shapes of the same leaves in the state, unsharded, where their dtypes may differ
+    reads: tuple[int, ...]  # indices of the leaves that the function reads
+    axes: tuple[int | None, ...]  # for each leaf in `reads`, the axis that is sharded over the ranks
 
     @classmethod
     def of(
         cls, fn: Callable[..., Array], kept: Params, cast: Callable[[Params], Params], sharded: Mapping[str, int], *args: Tree
     ) -> Self:
-        """Finds the parameters that a function reads.
-
-        Args:
-            fn: `fn(outer, *args)`, which may have collectives over the axis `pipe`. They are traced for a single rank.
-            kept: Shapes of the parameters of embedding and head in the state, unsharded.
-            cast: Converts a tree of parameters to the dtypes of the argument `outer`. Only traced on shapes here.
-            sharded: The axis of each parameter that is sharded over the ranks, by its path with `/` between names. Other
-                parameters are not sharded.
-            *args: Shapes of the other arguments of the function.
-
-        Returns:
-            The embedding or head, as a function of one rank.
-        """
+        """Finds the parameters that `fn(outer, *args)` reads. Collectives of `fn` over `pipe` are traced for a single rank."""
 
         def alone(*args: Tree) -> Array:
             # All arguments are mapped, because jax 0.12 refuses a gradient with an axis that its argument does not have.
@@ -65,41 +46,25 @@ class End:
         return cls(alone, outer, kept, reads, tuple(sharded.get(names[i]) for i in reads))
 
     def __call__(self, arrays: Sequence[Array], *args: Tree) -> Array:
-        """Calls `fn` with the parameters in `reads`.
-
-        Args:
-            arrays: One unsharded array per entry of `reads`, with the dtypes of `outer`. Other leaves of `outer` are filled
-                with zeros, because `fn` does not read them.
-            *args: The other arguments of `fn`.
-
-        Returns:
-            The result of `fn`: x of the embedding, or the loss of the head.
-        """
+        """Calls `fn` with whole `arrays` for `reads`, in the dtypes of `outer`. Leaves that `fn` does not read are zeros."""
         leaves, structure = jax.tree.flatten(self.outer)
         return self.fn(structure.unflatten(filled(leaves, self.reads, arrays)), *args)
 
     @cached_property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of the unsharded parameters in `reads`."""
         leaves = jax.tree.leaves(self.outer)
         return [leaves[i] for i in self.reads]
 
-    def gather(self, name: str, index: int, callable_: int, first: int, ranks: int) -> PlanFunction:
-        """Makes the function that concatenates the shards of parameters on one rank and casts them. Does not run it.
-
-        Parameters that need neither are not part of the function; the callable reads them from the state.
-
-        Args:
-            name: `embedding` or `head`: the first part of the names of the inputs.
-            index: Number of a stage on the device that runs the function.
-            callable_: Number of the callable (a stage, or the loss) that reads the parameters.
-            first: Position of the parameter with number 0 among the parameters of the callable.
-            ranks: Number of ranks.
-
-        Returns:
-            The function for an execution plan. Its inputs are shards named (name, parameter, rank), where rank is 0 for an
-            unsharded parameter. Its results are named ("params", callable_, position).
-        """
+    def gather(
+        self,
+        name: str,  # `embedding` or `head`: the first part of the names of shards in the plan
+        index: int,  # number of a stage on the device that runs the function
+        callable_: int,  # number of the callable (a stage, or the loss) that reads the parameters
+        first: int,  # position of the parameter with number 0 among the parameters of the callable
+        ranks: int,
+    ) -> PlanFunction:
+        """Makes the function that concatenates the shards of parameters on one rank and casts them."""
+        # Other parameters are not part of the function; the callable reads them from the state.
         kept = [jax.tree.leaves(self.kept)[i] for i in self.reads]
         computed = [n for n, s in enumerate(self.shapes) if self.axes[n] is not None or kept[n].dtype != s.dtype]
         shapes = {
@@ -120,21 +85,7 @@ class End:
         return PlanFunction(parameters, index, list(shapes), [("params", callable_, first + n) for n in computed], shapes)
 
     def split(self, name: str, index: int, callable_: int, first: int, ranks: int, losses: Sequence[Name] = ()) -> PlanFunction:
-        """Makes the function that splits gradients into shards for the ranks, and sums losses. Does not run it.
-
-        Args:
-            name: `embedding` or `head`: the first part of the names of the results.
-            index: Number of a stage on the device that runs the function.
-            callable_: Number of the callable (a stage, or the loss) with the gradients.
-            first: Position of the parameter with number 0 among the parameters of the callable.
-            ranks: Number of ranks.
-            losses: Names of the losses of the microbatches in the execution plan; empty sums no losses.
-
-        Returns:
-            The function for an execution plan. Its inputs are the gradients, named ("sum", callable_, position), and `losses`.
-            Its results are shards named (name, parameter, rank), where rank is 0 for an unsharded parameter; and, with
-            `losses`, ("total",), the sum of the losses with shape [1].
-        """
+        """Makes the function that splits gradients into shards for the ranks, and sums losses to an array [1]."""
         ins = [("sum", callable_, first + n) for n in range(len(self.reads))]
         outs = [(name, n, rank) for n, axis in enumerate(self.axes) for rank in range(1 if axis is None else ranks)]
 
@@ -149,11 +100,5 @@ class End:
 
 
 def part_shape(shape: Sequence[int], axis: int | None, ranks: int) -> tuple[int, ...]:
-    """Returns the shape of a rank's shard of an array.
-
-    Args:
-        shape: Shape of the whole array.
-        axis: The axis that is sharded over the ranks. None for an array that is not sharded, whose shape is returned.
-        ranks: Number of ranks, a divisor of the length of the axis.
-    """
+    """Returns the shape of a rank's shard of an array that is sharded along `axis`; None for an array that is not sharded."""
     return tuple(length // ranks if i == axis else length for i, length in enumerate(shape))

@@ -22,23 +22,13 @@ Layers = TypeVar("Layers", bound=Tree)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Placement:
-    """Places the parameters of a pipeline on a mesh.
-
-    Attributes:
-        model: The model, as embedding, layers and head.
-        assignment: The assignment of layers to ranks.
-        mesh: A mesh with the axis `pipe`, and optionally `data`, `fsdp`, `context` and `tensor`.
-        layout: The layout of the arrays: stacked over the ranks, and sharded over `fsdp`.
-        named: The layout of the tree: its leaves by name, which are the arrays of `layout`.
-        compute_dtype: Matrices of the layers and of the head, except weights of routers, are cast to this dtype once per step.
-            None does not cast.
-    """
+    """The layers of a model on the ranks of a pipeline, and its parameters on the mesh."""
 
     model: PipelineModel
     assignment: StageAssignment
-    mesh: Mesh
-    layout: Layout[Params]
-    named: Layout[StackedTree[Leaf | Registered]]
+    mesh: Mesh  # has the axis `pipe`, and optionally `data`, `fsdp`, `context` and `tensor`
+    layout: Layout[Params]  # of the arrays: stacked over the ranks, and sharded over `fsdp`
+    named: Layout[StackedTree[Leaf | Registered]]  # of the tree: its leaves by name, which are the arrays of `layout`
     compute_dtype: DTypeLike | None = None
 
     def tree(self, arrays: Arrays) -> StackedTree[Leaf | Registered]:
@@ -46,12 +36,10 @@ class Placement:
         return self.named.unpack(arrays)
 
     def arrays(self, tree: StackedTree[Leaf | Registered]) -> Arrays:
-        """Inverts `tree`."""
         return self.named.pack(tree)
 
     @property
     def shapes(self) -> StackedTree[Leaf | Registered]:
-        """Shapes of the tree of parameters, without shardings."""
         return self.named.tree_shapes()
 
     def each(self, fact: Callable[[Param], _T]) -> StackedTree[_T]:
@@ -62,12 +50,10 @@ class Placement:
 
     @property
     def specs(self) -> StackedTree[PartitionSpec]:
-        """The PartitionSpec of every parameter, over the axes of ranks."""
         return self.each(lambda param: param.rank_spec)
 
     @property
     def shardings(self) -> StackedTree[NamedSharding]:
-        """The NamedSharding of every parameter on the mesh of the pipeline."""
         return self.each(lambda param: NamedSharding(self.mesh, param.spec))
 
     @property
@@ -78,19 +64,7 @@ class Placement:
 
 
 def place(model: PipelineModel, schedule: Schedule, mesh: Mesh, given: Layout[Params], choices: FSDPChoices) -> Placement:
-    """Stacks the layers of a model over the ranks of a schedule, and shards the arrays over `fsdp`.
-
-    Args:
-        model: The model.
-        schedule: The schedule, which places stages on ranks.
-        mesh: The mesh of the pipeline.
-        given: The layout of the parameters that the model gets.
-        choices: How parameters are sharded over `fsdp`.
-
-    Raises:
-        OrderError: If there are fewer layers than stages, or ranks have different numbers of stages.
-        ConfigError: If a parameter cannot be sharded over `pipe` or `fsdp` as requested.
-    """
+    """Stacks the layers over the ranks, and shards the arrays over `fsdp`. `given` is the layout of the model's parameters."""
     own = given.own
     assignment = StageAssignment.of(schedule, len(jax.eval_shape(model.split, own.tree_shapes())[1]))
     stacked = Stacked(own, model.split, model.join, assignment.places(), model.sharded, mesh.shape)

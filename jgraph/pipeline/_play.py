@@ -1,4 +1,4 @@
-"""The two runtimes of the SPMD engine. Each plays all ticks of a schedule.
+"""The two runtimes of the SPMD engine. Each plays all ticks of a schedule, under `jax.shard_map` over the axis `pipe`.
 
 In the aligned runtime, all ranks compute the same action in a tick, so the program has no branches on the kind of action. Equal
 rounds are iterations of one `lax.scan`. Two kinds of tick use `act_where`: ticks with a wgrad on some ranks and a forward or
@@ -18,17 +18,7 @@ from jgraph.schedule.tables import Phase, phases
 
 
 def play_general(runtime: RankRuntime) -> State:
-    """Plays any schedule tick by tick, in one `lax.scan`. A rank selects its action with `act_where`.
-
-    Transfers are outside of the actions, because a collective inside an action would wait for ranks with a different action.
-    Call it under `jax.shard_map` over the axis `pipe`.
-
-    Args:
-        runtime: The operations of a tick on this rank, with the schedule tables for `writing="all"`.
-
-    Returns:
-        The state after the last tick, with the sums of losses and gradients of this rank.
-    """
+    """Plays any schedule tick by tick, in one `lax.scan`. Needs tables with `writing="all"`."""
     kinds = runtime.tables.table.kind
     ticks = np.arange(len(kinds))
 
@@ -51,25 +41,14 @@ def play_general(runtime: RankRuntime) -> State:
         state, out = after
         after = runtime.leave(state, row, out, ticks, row["kind"] == FORWARD)
         after = runtime.back(after, row, out, ticks, (row["kind"] == DGRAD) | (row["kind"] == BACKWARD))
+        # After the actions, because a collective inside an action would wait for ranks with a different action.
         return runtime.send(after, row, out, ["activation", "gradient"]), None
 
     return lax.scan(tick, runtime.start(), runtime.rows)[0]
 
 
 def play_aligned(runtime: RankRuntime) -> State:
-    """Plays an aligned schedule: all ranks run the same kind of action in a tick, or a wgrad.
-
-    The rounds of a phase are iterations of one `lax.scan`. Call it under `jax.shard_map` over the axis `pipe`.
-
-    Args:
-        runtime: The operations of a tick on this rank, with the schedule tables for `writing="makers"`.
-
-    Returns:
-        The state after the last tick, with the sums of losses and gradients of this rank.
-
-    Raises:
-        OrderError: If the schedule is not aligned.
-    """
+    """Plays an aligned schedule: the rounds of a phase are iterations of one `lax.scan`. Needs `writing="makers"`."""
     state = runtime.start()
     for phase in phases(runtime.tables.table):
         size = len(phase.kinds)

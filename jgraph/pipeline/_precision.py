@@ -39,39 +39,23 @@ Function = TypeVar("Function", bound=StageFunction)
 class StagePrecision(Generic[Function]):
     """Makes the stage functions, the observed state and the prepared weights of a pipeline; here for a model without FP8.
 
-    Prepared weights are the FP8 copies of parameters for all microbatches of a step. A stage function takes them with its
-    parameters. Letters in shapes: C chunks of a rank, N places (layers of the longest stage).
-
-    Attributes:
-        weights: Paths of the parameters of a layer that are quantized once per step, with `/` between keys; empty without FP8.
+    Prepared weights are the FP8 copies of parameters for all microbatches of a step.
     """
 
+    # Paths in a layer of the parameters that are quantized once per step; empty without FP8
     weights: frozenset[str] = frozenset()
 
     def function(self, stage: Callable[..., tuple[Array, Carried]], layers: int) -> StageFunction:
-        """Converts a stage to a function that also takes the observed state and the prepared weights.
-
-        Args:
-            stage: `stage(given, *args)`, where `given` is the pair (list of the parameters of each layer, other inputs).
-            layers: Number of layers of the stage.
-
-        Returns:
-            A function of `((given, observed, weights), *args)`, for `split_backward`. Here it ignores `observed` and `weights`.
-        """
+        """Converts `stage(given, *args)` of the SPMD engine to a function of ((given, observed, weights), *args)."""
         return lambda params, *args: stage(params[0], *args)
 
-    def named_function(self, stage: Callable[..., tuple[Array, Carried]], layers: int, names: Sequence[str]) -> StageFunction:
-        """Converts a stage with parameters in a tree with the key `layers` to a function that also takes state and weights.
-
-        Args:
-            stage: `stage(given, *args)`, where `given` is a tree of parameters.
-            layers: Number of layers of the stage.
-            names: Names of all parameters in `given`. Parameter PATH of layer j is named `layers/j/PATH`; packed parameters
-                have other names.
-
-        Returns:
-            A function of `((given, observed, weights), *args)`. Here it ignores `observed` and `weights`.
-        """
+    def named_function(
+        self,
+        stage: Callable[..., tuple[Array, Carried]],
+        layers: int,
+        names: Sequence[str],  # of `given`: `layers/j/PATH` for parameter PATH of layer j; packed parameters have other names
+    ) -> StageFunction:
+        """Does the same for the MPMD engine, where `given` has the keys `layers` and `outer`."""
         return self.function(stage, layers)
 
     def state(self, layers: int) -> Observed:
@@ -79,122 +63,54 @@ class StagePrecision(Generic[Function]):
         return {}
 
     def pick(self, observed: Observed, layers_CN: Array) -> list[Observed]:
-        """Selects the observed state of each chunk of a rank from the state of all layers.
-
-        Args:
-            observed: The observed state of all layers.
-            layers_CN: Index of the layer at every place of a rank, int32 [C, N].
-
-        Returns:
-            A list with the state of each chunk; here {} for each.
-        """
+        """Selects the observed state of each chunk of a rank. `layers_CN` has the index of the layer at every place."""
         return [{}] * len(layers_CN)
 
     def finish(self, states: Sequence[Observed], axes: Axes, layout: StageAssignment) -> Observed:
-        """Combines the observed state of all ranks. Call it under `jax.shard_map`: collective over `axes` and the axis `pipe`.
-
-        Args:
-            states: The observed state of each chunk of this rank, merged over microbatches.
-            axes: Names of the mesh axes of the data ranks, to reduce over by maximum; empty without them.
-            layout: The assignment of layers to ranks.
-
-        Returns:
-            The observed state of all layers, the same on all ranks; here {}, without a collective.
-        """
+        """Combines the states of all ranks to that of all layers, the same on all ranks. Collective over `axes` and `pipe`."""
         return {}
 
     def prepare(
         self,
-        function: Function,
-        args: Trees,
-        stages: Sequence[list[Params]],
+        function: Function,  # from `function`
+        args: Trees,  # arrays or shapes of (given, x, context, key), without those that layers do not take, for one microbatch
+        stages: Sequence[list[Params]],  # for each chunk, local shards of the parameters of each layer
         states: Sequence[Observed],
-        shards: Sequence[list[TreeOf[Shard]]],
-        axes: Axes,
+        shards: Sequence[list[TreeOf[Shard]]],  # not read if `axes` is empty
+        axes: Axes,  # mesh axes that the parameters are sharded over
     ) -> Sequence[Weights | None]:
-        """Quantizes and gathers the weights of every chunk, once per step. Call it under `jax.shard_map`.
-
-        Args:
-            function: The stage function, from `function`.
-            args: Arrays or shapes of the arguments of a stage for one microbatch. The first is the pair of parameters and other
-                inputs of a stage, without observed state and weights.
-            stages: Local shards of the parameters of each chunk, one tree per layer.
-            states: Observed state of each chunk.
-            shards: The `Shard` of the parameters of each chunk; not read if `axes` is empty.
-            axes: Mesh axes that the parameters are sharded over; empty if they are not sharded.
-
-        Returns:
-            The weights of each chunk; here None for each.
-        """
+        """Quantizes and gathers the weights of every chunk once per step, under `jax.shard_map`; here None for each."""
         return [None] * len(stages)
 
     def weight_shapes(self, function: Function, args: Trees, observed: Observed) -> Weights | None:
-        """Returns the shapes of the prepared weights of one chunk.
-
-        Args:
-            function: The stage function, as the method `function` returns it.
-            args: Shapes of the arguments of a stage for one microbatch. The first is the pair of unsharded parameters and other
-                inputs of a stage, without observed state and weights.
-            observed: Shapes of the observed state of the chunk.
-
-        Returns:
-            A tree of shapes; here None.
-        """
+        """Returns the shapes of the prepared weights of a chunk. `args` are as for `prepare`, with unsharded parameters."""
         return None
 
     def first_weights(
-        self, function: Function, args: Trees, weights: Sequence[Fact] | None, share: Fraction
+        self,
+        function: Function,  # from `named_function`
+        args: Trees,
+        weights: Sequence[Fact] | None,  # from `prepare`, or anything in their place, such as numbers
+        share: Fraction,  # layers of the stage per layer of the chunk
     ) -> Sequence[Fact | None] | None:
-        """Selects the weights of the first layers of a chunk, for a stage with fewer layers or with an embedding.
-
-        Args:
-            function: The stage, from `named_function`.
-            args: Shapes of the arguments of the stage. The first are its parameters, without observed state and weights.
-            weights: The weights of the chunk from `prepare`, or anything in their place, such as numbers.
-            share: Number of layers of the stage divided by the number of layers of the chunk.
-
-        Returns:
-            The weights in the order of the matmuls of the stage; here None.
-        """
+        """Selects the weights of a stage with fewer layers than the chunk, or with an embedding, for the MPMD engine."""
         return None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FP8Precision(StagePrecision[FP8Function]):
-    """The precision of layers with matmuls in FP8.
-
-    Attributes:
-        config: The recipe.
-        kept: Paths of the parameters of a layer that are not quantized, with `/` between keys.
-        entries: Indices of the entries of each layer in the amax histories of the model, int32 [L, S] for L layers with S
-            matmuls in FP8 (a matmul in a scan counts once per iteration).
-        is_stacked: True if one array holds a weight of all layers, which then has one scale.
-        num_losses: Number of losses that are averaged into the loss of a batch: microbatches times data ranks.
-    """
+    """The precision of layers with matmuls in FP8."""
 
     config: FP8Config
-    kept: tuple[str, ...]
+    kept: tuple[str, ...]  # paths of the parameters of a layer that are not quantized, with `/` between keys
+    # The entries of each layer in the amax histories of the model, int32 [L, S]; a matmul in a scan has one per iteration
     entries: np.ndarray
-    is_stacked: bool
-    num_losses: int
+    is_stacked: bool  # one array holds a weight of all layers, which then has one scale
+    num_losses: int  # that are averaged into the loss of a batch: microbatches times data ranks
 
     @classmethod
     def of(cls, layer: Callable[..., Tree], params: Params, whole: FP8Trace, args: Trees) -> Self:
-        """Finds the matmuls of a layer.
-
-        Args:
-            layer: `layer(params, *args)` of one layer. It is traced.
-            params: Shapes of the parameters of a layer.
-            whole: The trace of all layers in order, which has the recipe.
-            args: Shapes of the other arguments of a layer.
-
-        Returns:
-            The precision of all layers.
-
-        Raises:
-            ConfigError: If `keep` or `blocks` of the recipe select a matmul only in some of the layers, or no matmul can be in
-                FP8.
-        """
+        """Finds the matmuls of `layer(params, *args)`. `whole` is the trace of all layers in order, and has the recipe."""
         config = replace(whole.config, keep=(), blocks="all", first=1, last=1)
         trace = FP8Function(layer, config).plan(params, *args)
         products, num = whole.products, len(trace.products)
@@ -231,47 +147,18 @@ class FP8Precision(StagePrecision[FP8Function]):
         )
 
     def function(self, stage: Callable[..., tuple[Array, Carried]], layers: int) -> FP8Function:
-        """Converts a stage to an FP8 function that does not quantize the parameters in `kept`.
-
-        Args:
-            stage: `stage(given, *args)`, where `given` is the pair (list of the parameters of each layer, other inputs).
-            layers: Number of layers of the stage.
-
-        Returns:
-            The function, for `split_backward`. Its first argument is (given, observed, weights).
-        """
         names = [f"0/{j}/{path}".rstrip("/") for j in range(layers) for path in self.kept]
         return FP8Function(stage, replace(self.config, keep=tuple(map(glob.escape, names))), self.num_losses)
 
     def state(self, layers: int) -> Observed:
-        """Returns the observed state of `layers` layers before the first step.
-
-        This is an `AmaxHistory` of zeros, with leaves float32 [H, layers * S, 3] and [layers * S, 3] for H steps and S matmuls
-        of a layer; {} for current scaling.
-        """
         return {} if self.config.recipe != "delayed" else AmaxHistory.zeros(layers * self.entries.shape[1], self.config.history)
 
     def pick(self, observed: Observed, layers_CN: Array) -> list[Observed]:
-        """Returns a list with the amax history of each chunk: the entries of its layers.
-
-        Args:
-            observed: The amax history of all layers; {} for current scaling, which is returned for each chunk.
-            layers_CN: Index of the layer at every place of a rank, int32 [C, N].
-        """
         entries = jnp.asarray(self.entries)[layers_CN]
         return [jax.tree.map(lambda leaf, of=of: jnp.take(leaf, of.ravel(), axis=-2), observed) for of in entries]
 
     def finish(self, states: Sequence[Observed], axes: Axes, layout: StageAssignment) -> Observed:
-        """Takes the maximum over `axes`, all-gathers the entries of all ranks over `pipe`, and drops padding.
-
-        Args:
-            states: The amax history of each chunk of this rank.
-            axes: Names of the mesh axes of the data ranks; empty without them.
-            layout: The assignment of layers to ranks.
-
-        Returns:
-            The amax history of all layers, the same on all ranks; {} for current scaling.
-        """
+        """Takes the maximum over `axes`, all-gathers the entries of all ranks over `pipe`, and drops padding."""
         width = self.entries.shape[1]
         source = np.zeros(self.entries.size, np.int32)
         for entries, (rank, chunk, place) in zip(self.entries, layout.places(), strict=True):
@@ -294,21 +181,7 @@ class FP8Precision(StagePrecision[FP8Function]):
         shards: Sequence[list[TreeOf[Shard]]],
         axes: Axes,
     ) -> Sequence[Weights]:
-        """Quantizes the local shards before they are gathered over `axes`. Call it under `jax.shard_map`.
-
-        Collective over `axes`, and also over `pipe` if `is_stacked`: a stacked weight of all layers has one scale.
-
-        Args:
-            function: The stage function, from `function`.
-            args: Arrays or shapes of the arguments of a stage for one microbatch, without observed state and weights.
-            stages: Local shards of the parameters of each chunk, one tree per layer.
-            states: The amax history of each chunk; {} for current scaling.
-            shards: The `Shard` of the parameters of each chunk; not read if `axes` is empty.
-            axes: Mesh axes that the parameters are sharded over; empty if they are not sharded.
-
-        Returns:
-            For each chunk, a list with the quantized weight of each matmul; None for a matmul that is not in FP8.
-        """
+        """Quantizes local shards before they are gathered. Collective over `axes`, and also over `pipe` if `is_stacked`."""
         plan = function.plan(*args)
         named = [dict(zip(plan.traced.names, jax.tree.leaves(stage), strict=False)) for stage in stages]
         leaves = len(named[0]) // len(stages[0])
@@ -329,29 +202,9 @@ class FP8Precision(StagePrecision[FP8Function]):
         return weights
 
     def weight_shapes(self, function: FP8Function, args: Trees, observed: Observed) -> Weights:
-        """Returns the shapes of the quantized weight of each matmul of a chunk, without computing them.
-
-        Args:
-            function: The stage function, as the method `function` returns it.
-            args: Shapes of the arguments of a stage for one microbatch, without observed state and weights.
-            observed: Shapes of the amax history of the chunk; {} for current scaling.
-
-        Returns:
-            A list with the shapes of each weight; None for a matmul that is not in FP8.
-        """
         return jax.eval_shape(function.quantize, args[0], observed, *args[1:])
 
     def named_function(self, stage: Callable[..., tuple[Array, Carried]], layers: int, names: Sequence[str]) -> FP8Function:
-        """Converts a stage to an FP8 function that quantizes only the parameters `layers/j/PATH` with PATH in `weights`.
-
-        Args:
-            stage: `stage(given, *args)`, where `given` is a tree of parameters with the key `layers`.
-            layers: Number of layers of the stage.
-            names: Names of all parameters in `given`.
-
-        Returns:
-            The function, for `split_backward`. Its first argument is (given, observed, weights).
-        """
         weights = {f"layers/{j}/{path}".rstrip("/") for j in range(layers) for path in self.weights}
         config = replace(self.config, keep=tuple(glob.escape(name) for name in names if name not in weights))
         return FP8Function(stage, config, self.num_losses)
@@ -359,19 +212,7 @@ class FP8Precision(StagePrecision[FP8Function]):
     def first_weights(
         self, function: FP8Function, args: Trees, weights: Sequence[Fact] | None, share: Fraction
     ) -> Sequence[Fact | None]:
-        """Selects the weights of the first layers of a chunk, with None for each matmul of an embedding in front.
-
-        The matmuls of an embedding come first and are not in FP8.
-
-        Args:
-            function: The stage, from `named_function`.
-            args: Shapes of the arguments of the stage, without observed state and weights.
-            weights: One entry per matmul of the chunk, from `prepare`, or anything in its place.
-            share: Number of layers of the stage divided by the number of layers of the chunk.
-
-        Returns:
-            One entry per matmul of the stage.
-        """
         assert weights is not None, "`prepare` returns weights"
+        # The matmuls of an embedding come first and are not in FP8.
         first = weights[: int(len(weights) * share)]
         return [*[None] * (len(function.plan(*args).traced.sites) - len(first)), *first]

@@ -26,17 +26,11 @@ Index: TypeAlias = Array | int
 
 
 class StageInputs(NamedTuple):
-    """Inputs of a stage that are not parameters, for all microbatches.
+    """Inputs of a stage that are not parameters, for all microbatches."""
 
-    Attributes:
-        active: Bool scalar, False if the last layer is padding; None if no stage has padding.
-        carried: Carried state of the layers as bits; {} if layers carry no state.
-        first: Index of the first layer in the model; None if layers take no key.
-    """
-
-    active: Array | None
-    carried: Bits
-    first: Array | None
+    active: Array | None  # False if the last layer is padding; None if no stage has padding
+    carried: Bits  # of the layers; {} if layers carry no state
+    first: Array | None  # index of the first layer in the model; None if layers take no key
 
 
 Given: TypeAlias = tuple[list[Params], StageInputs]
@@ -51,45 +45,25 @@ StageGrads: TypeAlias = tuple[Given, Observed]
 
 @dataclass(frozen=True, eq=False)
 class StageExecutor:
-    """Computes the actions of a rank on its stages and its shard of the batch. Stateless: every method is a pure function.
+    """Computes the actions of a rank on its stages and its shard of the batch, with pure methods under `jax.shard_map`.
 
-    Methods are traced under `jax.shard_map`. x is the input of a stage and y its output, of the same shape and dtype; dx and dy
-    are their gradients. A microbatch index `m` is an integer or an int32 scalar.
-
-    Attributes:
-        model: The model.
-        split: The split backward of a stage.
-        carried: The carried state of a layer.
-        outer: Parameters of embedding and head in float32, for the embedding.
-        head_outer: The same parameters in the compute dtype, for the head.
-        stages: First argument of the stage function for each chunk.
-        inputs: The microbatches on this data rank, leaves [M, ...].
-        key: Key data of the random key of the step, an integer array; None if layers take no key.
-        impl: Implementation of the key, as returned by `jax.random.key_impl`; None if layers take no key.
-        trained: Bools for the parameters, False for frozen ones, which have None in place of a gradient.
+    x is the input of a stage and y its output, of the same shape and dtype; dx and dy are their gradients. m is a microbatch.
     """
 
     model: PipelineModel
     split: Split
     carried: LayerState
-    outer: Params
-    head_outer: Params
-    stages: Sequence[StageParams]
-    inputs: Batch
-    key: Key | None
-    impl: Hashable
-    trained: StackedTree[bool]
+    outer: Params  # of embedding and head in float32, for the embedding
+    head_outer: Params  # the same in the compute dtype, for the head
+    stages: Sequence[StageParams]  # the first argument of the stage function for each chunk
+    inputs: Batch  # the microbatches on this data rank, leaves [M, ...]
+    key: Key | None  # key data of the random key of the step; None if layers take no key
+    impl: Hashable  # of the key, from `jax.random.key_impl`
+    trained: StackedTree[bool]  # frozen parameters have None in place of a gradient
 
     @cached_property
     def shapes(self) -> Spec:
-        """Shapes of the arrays between actions, traced once.
-
-        `y` is the shape of x, `residuals` and `stash` are the arrays of one microbatch in these pools, and `aux` is the shape
-        of the carried state after a forward.
-
-        Raises:
-            ShapeError: If a layer changes the shape or dtype of x.
-        """
+        """Shapes for one microbatch: `y` like x, `residuals` and `stash`, and `aux`, the carried state after a forward."""
         x = jax.eval_shape(self.model.embed, self.outer, self._microbatch(0))
         spec = self.split.spec(self.stages[0], x, *self._stage_args(0))
         if (spec.y.shape, spec.y.dtype) != (x.shape, x.dtype):
@@ -105,15 +79,11 @@ class StageExecutor:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks (stages) of the rank."""
         return len(self.stages)
 
     @scope("wgrad")
     def zero_grads(self) -> tuple[StageGrads, ...]:
-        """Returns the initial gradients: for each chunk, float32 zeros in the shapes of (given, observed) of `stages`.
-
-        Leaves that are not floating are returned unchanged. Frozen parameters are replaced by None.
-        """
+        """Returns float32 zeros for (given, observed) of `stages`. Leaves that are not floating are unchanged."""
         stages = []
         for ((layers, extra), observed, _), trained in zip(self.stages, self.trained.layers, strict=True):
             stages.append(((only(trained, layers), extra), observed))
@@ -121,37 +91,15 @@ class StageExecutor:
 
     @scope("wgrad")
     def zero_outer(self) -> Params:
-        """Returns the initial gradients of embedding and head: float32 zeros in the shapes of `outer`, None for frozen ones."""
         return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), only(self.trained.outer, self.outer))
 
     # --- Stages. `chunk` is an integer, or a traced int32 scalar. ---
 
     def forward(self, chunk: Array, x: Array, m: Index) -> tuple[Array, Residuals, Carried]:
-        """Computes a forward of a chunk.
-
-        Args:
-            chunk: Index of the chunk on this rank.
-            x: The input of the stage.
-            m: Index of the microbatch.
-
-        Returns:
-            y, the residuals for dgrad and wgrad, and the carried state after the microbatch (leaves [layers, ...]; {} if layers
-            carry no state).
-        """
         return self._by_chunk(chunk, lambda c: self.split.forward(self.stages[c], x, *self._stage_args(m)))
 
     def dgrad(self, chunk: Array, residuals: Residuals, dy: Array) -> tuple[Array, list[Array | None], Stash]:
-        """Computes a dgrad of a chunk.
-
-        Args:
-            chunk: Index of the chunk on this rank.
-            residuals: Residuals of the microbatch, from `forward`.
-            dy: Gradient of the output.
-
-        Returns:
-            dx; the early gradients, which dgrad computes: a list in the order of the leaves of (given, observed), with None for
-            gradients that wgrad computes and for leaves that are not floating; and the stash for wgrad.
-        """
+        """Returns dx, the early gradients by leaf of (given, observed), None if wgrad computes it, and the stash."""
 
         def of(c: int):
             dx, early, stash = self.split.dgrad(self.stages[c], residuals, dy)
@@ -162,17 +110,7 @@ class StageExecutor:
         return self._by_chunk(chunk, of)
 
     def wgrad(self, chunk: Array, grads: tuple[StageGrads, ...], residuals: Residuals, stash: Stash) -> tuple[StageGrads, ...]:
-        """Computes a wgrad of a chunk, and adds the delayed gradients: the gradients that dgrad does not compute.
-
-        Args:
-            chunk: Index of the chunk on this rank.
-            grads: Sums of the gradients of each chunk, like the result of `zero_grads`.
-            residuals: Residuals of the microbatch, after dgrad.
-            stash: Stash of the microbatch, from `dgrad`.
-
-        Returns:
-            The new sums, like `grads`.
-        """
+        """Computes a wgrad, and adds the gradients that dgrad does not compute to `grads`, which begin as `zero_grads`."""
 
         def of(c: int, total: StageGrads) -> StageGrads:
             return self.split.accumulate((*total, None), self.stages[c], residuals, stash)[:2]
@@ -185,19 +123,7 @@ class StageExecutor:
     def add_early(
         self, chunk: Array, grads: tuple[StageGrads, ...], early: Sequence[Array | None], counts: Array | None
     ) -> tuple[StageGrads, ...]:
-        """Adds the early gradients of a chunk to the sums.
-
-        The gradient of the observed state is the state after the microbatch. It is merged by maximum.
-
-        Args:
-            chunk: Index of the chunk on this rank.
-            grads: Sums of the gradients of each chunk, like the result of `zero_grads`.
-            early: The early gradients, from `dgrad`.
-            counts: Bool scalar, False to add nothing. None adds them.
-
-        Returns:
-            The new sums, like `grads`.
-        """
+        """Adds the early gradients from `dgrad` to `grads`, unless `counts` is False. Observed state is merged by maximum."""
         added = len(jax.tree.leaves(self.stages[0][0]))
         kinds: list[Reduction] = ["sum" if i < added else "max" for i in range(len(early))]
 
@@ -217,40 +143,21 @@ class StageExecutor:
             out.append(structure.unflatten(add(*args, where) for args in sums))
         return tuple(out)
 
-    # --- Embedding and head, by all ranks together ---
+    # --- Embedding and head. All ranks call these methods together, because the functions may have collectives over them. ---
 
     @scope("forward")
     def embed(self, m: Index) -> Array:
-        """Computes the input of the first stage for microbatch `m`. All ranks call it, because `embed` may have collectives."""
         return self.model.embed(self.outer, self._microbatch(m))
 
     @scope("wgrad")
     def embed_backward(self, m: Index, dx: Array) -> Params:
-        """Computes the gradients of the embedding. All ranks call it, because the embedding may have collectives.
-
-        Args:
-            m: Index of the microbatch.
-            dx: Gradient of the input of the first stage. It must be zero except on the rank of the first stage.
-
-        Returns:
-            The gradients, a tree like `outer` with None for frozen parameters.
-        """
+        """Computes the gradients of the embedding. dx must be zero except on the rank of the first stage."""
         _, pull_back = jax.vjp(lambda outer: self.model.embed(outer, self._microbatch(m)), self.outer)
         return only(self.trained.outer, pull_back(dx)[0])
 
     @scope("loss")
     def head(self, m: Index, y: Array, here: Array) -> tuple[Array, Params, Array]:
-        """Computes the loss of a microbatch and its gradients. All ranks call it, because the head may have collectives.
-
-        Args:
-            m: Index of the microbatch.
-            y: Output of the last stage on the rank of the last stage; any values on other ranks.
-            here: Bool scalar, True on the rank of the last stage.
-
-        Returns:
-            The loss, a scalar, which is 0 on other ranks; the gradients of embedding and head, a tree like `head_outer` with
-            None for frozen parameters; and dy, the gradient of y, which is meaningful on the rank of the last stage.
-        """
+        """Returns the loss, which is 0 except on the last stage's rank (`here`), its gradients, and dy, only valid there."""
         if self._shares_head:
             y = jnp.where(here, y, jnp.zeros((), y.dtype))
         loss, pull_back = jax.vjp(lambda outer, y: self.model.head(outer, y, self._microbatch(m)), self.head_outer, y)
@@ -266,7 +173,6 @@ class StageExecutor:
         return lax.switch(chunk, [lambda c=c: compute(c) for c in range(self.num_chunks)])
 
     def _microbatch(self, m: Index) -> Batch:
-        """Returns the inputs of a microbatch."""
         return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, m, keepdims=False), self.inputs)
 
     def _stage_args(self, m: Index) -> tuple[Tree, ...]:
@@ -278,20 +184,10 @@ class StageExecutor:
 
 
 def act_where(does: Array, act: Callable[[_T], _T], before: _T) -> _T:
-    """Returns `act(before)` if `does` is True on this rank, else `before`. Updates buffers in place.
-
-    Uses a loop with at most one iteration, because XLA updates the carry of a loop in place, but copies the results of a
-    conditional. The barrier orders the loop after the previous one, which reads the buffers that this one overwrites.
-
-    Args:
-        does: Bool scalar. It may differ between ranks.
-        act: Computes a tree with the structure, shapes and dtypes of its argument. Must have no collectives, because ranks
-            with False do not run it.
-        before: A tree of arrays.
-
-    Returns:
-        A tree like `before`.
-    """
+    """Returns `act(before)` if `does` is True on this rank, else `before`. Updates buffers in place."""
+    # A loop with at most one iteration, because XLA updates the carry of a loop in place, but copies the results of a
+    # conditional. The barrier orders the loop after the previous one, which reads the buffers that this one overwrites. `act`
+    # must have no collectives, because ranks with False do not run it.
     return lax.fori_loop(0, does.astype(jnp.int32), lambda _, carry: act(carry), lax.optimization_barrier(before))
 
 

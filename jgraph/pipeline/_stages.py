@@ -41,25 +41,15 @@ def _at_least_1d(_: str, param: Param) -> Change | None:
 
 
 class Begun(NamedTuple, Generic[Fact]):
-    """The results of the program before the schedule, or a fact of each of these arrays.
+    """The results of the program before the schedule, or a fact of each of these arrays."""
 
-    Attributes:
-        batch: The microbatches.
-        carried: For each chunk, the carried state of its layers as bits; empty if layers carry no state.
-        first: For each chunk, the index of its first layer; empty if layers take no key.
-        key: For each microbatch, the data of its key; empty if layers take no key.
-        layers: For each chunk, the packed arrays of its layers.
-        state: For each chunk, its observed state.
-        weights: For each chunk, its FP8 weights; None without FP8.
-    """
-
-    batch: Sequence[TreeOf[Fact]]
-    carried: Sequence[TreeOf[Fact]]
-    first: Sequence[Fact]
-    key: Sequence[Fact]
-    layers: Sequence[Mapping[str, Fact]]
-    state: Sequence[TreeOf[Fact]]
-    weights: Sequence[Sequence[TreeOf[Fact]] | None]
+    batch: Sequence[TreeOf[Fact]]  # of each microbatch
+    carried: Sequence[TreeOf[Fact]]  # of the layers of each chunk, as bits; empty if layers carry no state
+    first: Sequence[Fact]  # for each chunk, the index of its first layer; empty if layers take no key
+    key: Sequence[Fact]  # for each microbatch, the data of its key; empty if layers take no key
+    layers: Sequence[Mapping[str, Fact]]  # packed, for each chunk
+    state: Sequence[TreeOf[Fact]]  # observed state of each chunk
+    weights: Sequence[Sequence[TreeOf[Fact]] | None]  # FP8 weights of each chunk; None without FP8
 
 
 class StageArrays(NamedTuple, Generic[Fact]):
@@ -70,64 +60,37 @@ class StageArrays(NamedTuple, Generic[Fact]):
 
 
 class StageExtra(NamedTuple, Generic[Fact]):
-    """The other inputs of a stage for one microbatch.
+    """The other inputs of a stage for one microbatch."""
 
-    Attributes:
-        batch: The microbatch; () for a stage that does not read it.
-        carried: Carried state of the layers as bits; {} if layers carry no state.
-        keys: Key data of the microbatch and index of the first layer; () if layers take no key.
-    """
-
-    batch: TreeOf[Fact]
-    carried: TreeOf[Fact]
-    keys: Sequence[Fact]
+    batch: TreeOf[Fact]  # the microbatch; () for a stage that does not read it
+    carried: TreeOf[Fact]  # of the layers, as bits; {} if layers carry no state
+    keys: Sequence[Fact]  # key data of the microbatch and index of the first layer; () if layers take no key
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A stage: its place, its computation and its arguments.
+    """A stage: its place, its computation and its arguments, which are shards of arrays over all ranks.
 
-    Arguments are shards of arrays over all ranks. They are given by number: first the leaves of the results of the program
-    `begin`, then the leaves of the parameters of embedding and head.
-
-    Attributes:
-        rank: Rank of the stage.
-        chunk: Index of the chunk of the stage on its rank.
-        names: Names of the packed arrays of the chunk that the stage reads. They are its first parameters.
-        shaped: Traced forward, dgrad and wgrad, without a device.
-        params: Number of the array of each parameter, in the order of the leaves.
-        extra: For each microbatch, the numbers of the arrays of the arguments after x, in the order of the leaves.
+    Arrays are given by number: first the leaves of the results of `begin`, then the parameters of embedding and head.
     """
 
     rank: int
-    chunk: int
-    names: tuple[str, ...]
-    shaped: Shaped
-    params: list[int]
-    extra: list[list[int]]
+    chunk: int  # index on its rank
+    names: tuple[str, ...]  # of the packed arrays of the chunk that the stage reads, its first parameters
+    shaped: Shaped  # traced forward, dgrad and wgrad, without a device
+    params: list[int]  # numbers of the arrays of the parameters, by leaf
+    extra: list[list[int]]  # for each microbatch, numbers of the arrays of the arguments after x, by leaf
 
 
 def stages_of(
     pipeline: Pipeline,
-    chunks: Sequence[Sequence[Params]],
+    chunks: Sequence[Sequence[Params]],  # for each chunk of a rank, shapes of the layers of the longest stage
     embed: End,
-    x: jax.ShapeDtypeStruct,
+    x: jax.ShapeDtypeStruct,  # for one microbatch on one data rank
     begun: Begun[jax.ShapeDtypeStruct],
     impl: Hashable,
 ) -> list[Stage]:
-    """Traces the stages. Stages with the same computation are traced once. Compiles and runs nothing.
-
-    Args:
-        pipeline: The model with its schedule.
-        chunks: For each chunk of a rank, the shapes of the layers of the longest stage.
-        embed: The embedding, which is part of the first stage.
-        x: Shape and dtype of the array between stages, for one microbatch on one data rank.
-        begun: Shapes of the results of the program `begin`.
-        impl: Implementation of the random keys, as returned by `jax.random.key_impl`.
-
-    Returns:
-        The stages from the first to the last.
-    """
+    """Traces the stages, from the first to the last. Stages with the same computation are traced once."""
     layout, leaves, numbers = pipeline.assignment, jax.tree.leaves(begun), numbered(begun)
     traced: dict[tuple[bool, int, int], Shaped] = {}
     stages = []
@@ -170,27 +133,11 @@ def plan_of(
     pipeline: Pipeline,
     ends: tuple[End, End],
     stages: Sequence[Stage],
-    microbatch: Batch,
-    devices: Sequence[JaxDevice],
+    microbatch: Batch,  # shapes on one data rank
+    devices: Sequence[JaxDevice],  # of each rank
     options: Options,
 ) -> ExecutionPlan:
-    """Compiles the schedule for one device per rank, that is for one replica of the pipeline.
-
-    The plan gathers the parameters of embedding and head before the schedule. The shards of these parameters are the arguments
-    ("embedding" | "head", parameter, rank), and the results of the same names are the shards of the gradients. Other results
-    are ("total",), the sum of the losses, and ("state", stage, leaf), the carried state merged over microbatches.
-
-    Args:
-        pipeline: The model with its schedule.
-        ends: The embedding and the head.
-        stages: The stages from the first to the last.
-        microbatch: Shapes of a microbatch on one data rank.
-        devices: The device of each rank.
-        options: XLA options for all executables, as for `compiler_options` of `jax.jit`.
-
-    Returns:
-        The compiled plan.
-    """
+    """Compiles the schedule for one device per rank, that is for one replica of the pipeline."""
     shaped = [replace(stage.shaped, device=devices[stage.rank]) for stage in stages]
     embed, head = ends
     of_embed = ("embedding", 0, 0, len(stages[0].names), len(devices))
@@ -210,6 +157,8 @@ def plan_of(
         reuse=True,
         options=options,
         copies="shared" if _is_long(shaped[-1]) else "each",
+        # Arguments ("embedding" | "head", parameter, rank) are shards of parameters, and results with these names are shards of
+        # gradients. Other results are ("total",), the sum of the losses, and ("state", stage, leaf), the carried state.
         before=[gather for gather in (embed.gather(*of_embed), head.gather(*of_head)) if gather.outs],
         after=[embed.split(*of_embed), head.split(*of_head, losses), *(_reduction(pipeline, stage) for stage in carrying)],
     )
@@ -236,13 +185,13 @@ def _is_long(shaped: Shaped) -> bool:
 
 
 def numbered(tree: Begun[jax.ShapeDtypeStruct]) -> Begun[int]:
-    """Returns a tree in which each leaf is its index among the leaves, from 0 in the order of `jax.tree.leaves`."""
+    """Returns a tree in which each leaf is its index among the leaves."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(range(len(leaves)))
 
 
 def shard(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of one device's shard. `aval` must have a sharding; the result has none."""
+    """Returns the shape of one device's shard, without a sharding. `aval` must have one."""
     assert aval.sharding is not None
     return jax.ShapeDtypeStruct(aval.sharding.shard_shape(aval.shape), aval.dtype)
 

@@ -36,25 +36,7 @@ _CALLS = 16  # Calls per timed program. A device computes a small part faster th
 
 
 def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Schedule:
-    """Generates a schedule by name, or reads it from a file.
-
-    Does not choose among schedules: the name `auto` raises ConfigError. For a choice, use `choose`.
-
-    Args:
-        name: `gpipe`, `1f1b`, `interleaved-1f1b`, `zb-h1`, `zb-h2`, `zb-v`, `dualpipe-v` or `aligned`; or the path of a .csv
-            file in PyTorch's format (one row per rank, cells such as `5F3`) or of a .json file from `jgraph.schedule.write`.
-        pp: Number of ranks.
-        chunks: Chunks (stages) per rank for a generated schedule. Ignored for a file, which contains the stages of each rank.
-        microbatches: Number of microbatches of a step.
-
-    Returns:
-        The schedule.
-
-    Raises:
-        OrderError: If the named schedule does not support these numbers of ranks, chunks or microbatches; or if the file cannot
-            be read, has another form, or its schedule cannot run.
-        ConfigError: If the name is unknown, or the schedule in the file has different numbers of ranks or microbatches.
-    """
+    """Generates a schedule by name, or reads it from a .csv file in PyTorch's format or a .json file of `write`."""
     if not name.endswith((".csv", ".json")):
         if name not in NAMES:
             raise ConfigError(
@@ -73,50 +55,25 @@ def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Sche
 
 @dataclass(frozen=True)
 class Parts:
-    """Times of the parts of a layer and of the loss, in seconds, for one microbatch on one device. Returned by `measure`.
-
-    Attributes:
-        forward: Time of the forward of one layer.
-        dgrad: Time of the dgrad of one layer: the gradient of its input.
-        wgrad: Time of the wgrad of one layer: the gradients of its parameters.
-        head: Time of `PipelineModel.head` (output projection and loss) together with its gradients; 0 if not timed.
-    """
+    """Seconds of the parts of a layer and of the loss with its gradients, for one microbatch on one device."""
 
     forward: float
     dgrad: float
     wgrad: float
-    head: float = 0.0
+    head: float = 0.0  # 0 if not timed
 
 
 def choose(
     pipeline: Pipeline,
-    inputs: Batch,
+    inputs: Batch,  # shapes, leaves [M, B, ...]
     *,
     parts: Parts,
     memory_limit: float | None,
     engine: Engine = "program",
 ) -> Choice:
-    """Simulates every schedule in `jgraph.schedule.NAMES` with 1 and 2 chunks per rank, and selects the fastest one that fits.
+    """Simulates every schedule with 1 and 2 chunks per rank, and selects the fastest that needs at most `memory_limit` bytes.
 
-    A schedule fits if its pools fit in `memory_limit`. Two chunks are tried only if the model has at least two layers per rank.
-    Computes nothing on a device.
-
-    Args:
-        pipeline: Determines the model and the numbers of ranks and microbatches. The order of its own schedule has no effect.
-            It is not changed.
-        inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches, each with B rows over all devices.
-        parts: Times of the parts of a layer, from `measure`.
-        memory_limit: Maximum bytes of the pools of a rank (residuals, stash and received arrays); None for no limit.
-        engine: The engine that will run the schedule: `program` (SPMD) is simulated with ranks that wait for each other in
-            every tick, `dispatch` (MPMD) with ranks that wait only for their inputs.
-
-    Returns:
-        A `Choice`: `schedule` is the fastest schedule that fits, and `candidates` are all results for a report, with times in
-        seconds.
-
-    Raises:
-        OrderError: If no schedule fits, no schedule can be generated, or `memory_limit` is not a number >= 0. If no schedule
-            fits, the message states how many bytes are missing.
+    Pools must fit in the limit. Of `pipeline`, only the model and the numbers of ranks and microbatches have an effect.
     """
     ranks, layers = pipeline.schedule.num_ranks, pipeline.assignment.num_layers
     layers_per_rank = -(-layers // ranks)
@@ -143,20 +100,8 @@ def measure(
 ) -> Parts:
     """Times the forward, dgrad and wgrad of one layer on the first local device; with the engine `dispatch` also the loss.
 
-    Compiles one program per part in parallel threads, and then runs the programs one by one on pseudorandom arrays.
-
-    Args:
-        pipeline: The pipeline. Its schedule has no effect.
-        inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches, each with B rows over all devices.
-        engine: The engine that will run the schedule. With `program` (SPMD) the loss is not timed, because it takes the same
-            time with every schedule. With `dispatch` (MPMD) it is timed.
-        share: Called once per part, in the order forward, dgrad, wgrad, head, with the measured time in seconds. Returns the
-            time to use in its place. With several processes, return for example the maximum over all processes, so that they
-            choose the same schedule. The default returns its argument.
-
-    Returns:
-        The times returned by `share`. Measured times are medians over repeats, for one microbatch on one data rank. `head` is 0
-        with the engine `program`.
+    The loss takes the same time with every schedule of the engine `program`. `share` is called once per part, in the order
+    forward, dgrad, wgrad, head. With it, processes can agree on times, such as the maximum, to choose the same schedule.
     """
     timed = {part: made for part, made in _parts(pipeline, inputs).items() if part != "head" or engine == "dispatch"}
     platform = jax.default_backend()

@@ -42,72 +42,44 @@ _OF_BATCH = ("batch", "key")
 
 
 class Results(NamedTuple, Generic[Fact]):
-    """The results of a call, or a fact of each of these arrays.
+    """The results of a call, or a fact of each of these arrays."""
 
-    Attributes:
-        carried: For each chunk, the carried state of its layers; empty if layers carry no state.
-        ends: The gradients of embedding and of head.
-        histories: For each chunk, the observed state.
-        layers: For each chunk, the gradients of its packed arrays.
-        loss: The sum of the losses.
-    """
-
-    carried: list[TreeOf[Fact]]
-    ends: list[list[Fact]]
-    histories: list[TreeOf[Fact]]
-    layers: list[dict[str, Fact]]
-    loss: Fact
+    carried: list[TreeOf[Fact]]  # of the layers of each chunk; empty if layers carry no state
+    ends: list[list[Fact]]  # gradients of embedding and of head
+    histories: list[TreeOf[Fact]]  # observed state of each chunk
+    layers: list[dict[str, Fact]]  # gradients of the packed arrays of each chunk
+    loss: Fact  # sum of the losses
 
 
 @dataclass(frozen=True, eq=False)
 class _Result:
-    """An array that a step returns.
+    """An array that a step returns."""
 
-    Attributes:
-        aval: Shape, dtype and sharding over all devices.
-        shards: For each rank, the name of the plan's result that is the rank's shard; None for zeros.
-    """
-
-    aval: jax.ShapeDtypeStruct
-    shards: Sequence[Name | None]
+    aval: jax.ShapeDtypeStruct  # with the sharding over all devices
+    shards: Sequence[Name | None]  # for each rank, the name of the plan's result that is the rank's shard; None for zeros
 
 
 @dataclass(frozen=True, eq=False)
 class Dispatched:
-    """The compiled MPMD engine for one set of shapes. Computes the gradients of a step. Constructed by `dispatched`.
+    """The compiled MPMD engine for one set of shapes. A call launches the executables of a step; `collect` reduces its result.
 
-    `engine(params, carry, step, batch)` launches the executables of a step, and `engine.collect` reduces its result to the
-    loss and the gradients. Not thread-safe, because a call reuses the buffers of the previous call.
-
-    Attributes:
-        pipeline: The model with its schedule.
-        shapes: Shapes of the parameters, the tree of `Pipeline.shapes`.
-        chunks: The layout of the layers of each chunk, the same on all ranks.
-        ends: The pair of the embedding and the head of the model, each as the function `End`.
-        stages: The stages of the pipeline, from the first to the last.
-        batch: One list per microbatch, with one index per leaf of a batch: the position of the leaf's array in the list that
-            `begin` returns.
-        begin: The program that runs before the schedule, `begin(previous, params, carry, step, batch) -> results`. It casts and
-            quantizes parameters and distributes the batch. `results` is a flat list of arrays, with None for each array that
-            nothing reads. `previous` is this list from the previous step; its buffers are donated.
-        report: The capture report of `begin`; None if it has none.
-        plans: One execution plan per replica of the pipeline: the sequence of executables for its devices.
-        buffers: A dict with the single key `begun`: the list that `begin` returned in the previous step, zeros before the first
-            step. A call replaces it.
-        zeros: A cache of arrays of zeros by (shape, device). They are the gradients of layers that a shorter stage does not
-            have.
+    Not thread-safe, because a call reuses the buffers of the previous call.
     """
 
     pipeline: Pipeline
     shapes: PipelineParams
-    chunks: tuple[Layout[list[Params]], ...]
-    ends: tuple[End, End]
-    stages: tuple[Stage, ...]
-    batch: list[list[int]]
+    chunks: tuple[Layout[list[Params]], ...]  # the layers of each chunk, the same on all ranks
+    ends: tuple[End, End]  # embedding and head
+    stages: tuple[Stage, ...]  # from the first to the last
+    batch: list[list[int]]  # for each microbatch, the positions of its leaves in the result of `begin`
+    # `begin(previous, params, carry, step, batch)` returns a list of arrays, with None for each array that nothing reads.
+    # `previous` is this list from the previous step, and is donated.
     begin: jax.stages.Compiled
-    report: CaptureReport | None
-    plans: tuple[ExecutionPlan, ...]
+    report: CaptureReport | None  # of `begin`; None if it has none
+    plans: tuple[ExecutionPlan, ...]  # for each replica of the pipeline
+    # `begun`: the list from `begin` in the previous step, zeros before the first; replaced by a call
     buffers: dict[str, list[Array | None]]
+    # By shape and device: gradients of layers that a shorter stage does not have
     zeros: dict[tuple[tuple[int, ...], JaxDevice], Array] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -120,26 +92,11 @@ class Dispatched:
 
     @property
     def executables(self) -> list[jax.stages.Compiled]:
-        """All executables that a call launches, in the order of launches.
-
-        `begin` is the first. The executables of the first replica's plan follow, then those of the next replica. An executable
-        that is launched several times occurs several times.
-        """
+        """All executables that a call launches, in the order of launches: `begin`, then the plan of each replica."""
         return [self.begin, *(step.executable.compiled for plan in self.plans for step in plan.instructions)]
 
     def __call__(self, params: Arrays, carry: Carry, step: Array, batch: Batch) -> Results[Array]:
-        """Plays the schedule: launches all executables from the host, without waiting for the devices.
-
-        Args:
-            params: Arrays of the state in the layout of the step; not donated.
-            carry: Carried and observed state before the step; not donated.
-            step: Number of completed steps, an int32 scalar; not donated. It is folded into the random key.
-            batch: A batch from `TrainStep.place`, leaves [M, B/M, ...]; not donated.
-
-        Returns:
-            The argument of `collect`, with the shapes and shardings of `results`. The next call overwrites the
-            buffers of these arrays.
-        """
+        """Launches the executables, without waiting for the devices. The next call overwrites the results."""
         # Not removed from the dictionary, because the buffers must survive if `begin` refuses an argument.
         begun = in_turn(self.begin(self.buffers["begun"], params, carry, step, batch))
         self.buffers["begun"] = begun
@@ -164,10 +121,7 @@ class Dispatched:
         return jax.tree.map(whole, self._results)
 
     def _play(self, plan: ExecutionPlan, arrays: Sequence[Array]) -> dict[Name, Array]:
-        """Plays the plan of a replica on its shards of `arrays`, and returns the results by name.
-
-        `arrays` has the results of `begin`, then the parameters of embedding and head.
-        """
+        """Plays a replica's plan on its shards of `arrays`: the results of `begin`, then the leaves of `shapes.outer`."""
         head, last = self.ends[1], len(self.stages) - 1
         first = len(arrays) - len(jax.tree.leaves(self.shapes.outer))
         params = [*(stage.params for stage in self.stages), [first + i for i in head.reads]]
@@ -200,24 +154,11 @@ class Dispatched:
 
     @property
     def results(self) -> Results[jax.ShapeDtypeStruct]:
-        """Shapes and shardings of the tree that a call of this object returns, as `jax.ShapeDtypeStruct`s.
-
-        Known before the first call, so that `collect` can be compiled for them.
-        """
+        """Shapes and shardings of the results, known before the first call, so that `collect` can be compiled for them."""
         return jax.tree.map(lambda result: result.aval, self._results)
 
     def collect(self, results: Results) -> StepResult:
-        """Reduces the results of a call over all devices. A pure function; call it under `jax.jit`.
-
-        Args:
-            results: The tree that a call of this object returns.
-
-        Returns:
-            A tuple of four: the mean loss over microbatches and data ranks, a float32 scalar; its gradients in float32, in the
-            tree of the pipeline, sharded like the parameters; a list with the carried state of every layer after the step,
-            reduced over microbatches and data ranks, empty if layers carry no state; and the observed state (amax histories of
-            FP8) after the step, {} without amax histories.
-        """
+        """Reduces the results of a call over all devices, under `jax.jit`. Gradients are sharded like the parameters."""
         pipeline, data = self.pipeline, batch_axes(self.pipeline.mesh)
         specs = pipeline.specs
 
@@ -245,7 +186,6 @@ class Dispatched:
 
     @cached_property
     def _results(self) -> Results[_Result]:
-        """The results of a call: by kind, then by chunk or end, then by array."""
         pipeline, mesh, flow = self.pipeline, self.pipeline.mesh, self.plans[0].flow
         ranks, carried, precision = range(mesh.shape[Axis.PIPE]), pipeline.carried.layer, pipeline.precision
         history = jax.eval_shape(partial(precision.state, pipeline.assignment.layers_per_stage))
@@ -286,31 +226,14 @@ class Dispatched:
 
 def dispatched(
     pipeline: Pipeline,
-    params: Arrays,
+    params: Arrays,  # shapes and shardings; embedding and head are not packed
     carry: Carry,
     unpack: Callable[[Arrays], PipelineParams],
-    batch: Batch,
+    batch: Batch,  # shapes and shardings, leaves [M, B/M, ...]
     key: Key,
     options: Options,
 ) -> Dispatched:
-    """Traces and compiles all executables of the MPMD engine, and allocates its buffers.
-
-    Args:
-        pipeline: The model with its schedule, on the mesh of the devices to use.
-        params: Shapes and shardings of the arrays of the step by name. Those of embedding and head are not packed.
-        carry: Shapes and shardings of the carried and observed state.
-        unpack: `unpack(params)` converts `params` to the tree of the pipeline. A pure function, traced.
-        batch: Shapes and shardings of a placed batch, leaves [M, B/M, ...] for M microbatches of a batch of B rows.
-        key: Random key of the whole training, compiled into the program as a constant. The key of a layer is folded from it by
-            step, replica, microbatch and layer, so it is the same as with the SPMD engine.
-        options: XLA options by name, for all executables. Passed to `compiler_options` of `jax.jit`.
-
-    Returns:
-        The compiled engine.
-
-    Raises:
-        ConfigError: If the mesh has the axis `fsdp`, or devices of other processes.
-    """
+    """Traces and compiles all executables of the MPMD engine, and allocates its buffers."""
     require(Axis.FSDP not in pipeline.mesh.axis_names, "engine", "dispatch", "program for a mesh with the axis fsdp")
     is_local = all(device.process_index == jax.process_index() for device in pipeline.mesh.devices.flat)
     require(is_local, "engine", "dispatch", "program for several processes")
@@ -354,11 +277,7 @@ def _begin(
     shapes: PipelineParams,
     batch: Batch,
 ) -> Callable[[Arrays, Carry, Array, Batch], Begun[Array]]:
-    """Makes the program before the schedule, `begin(params, carry, step, batch)`.
-
-    It computes for each rank the parameters, observed state and prepared weights of its chunks, its microbatches and its keys.
-    `shapes` and `batch` are the shapes of parameters and batch.
-    """
+    """Makes `begin(params, carry, step, batch)`, the program before the schedule. `shapes` are those of the parameters."""
     mesh, impl, count = pipeline.mesh, jax.random.key_impl(key), pipeline.schedule.num_microbatches
     batch_spec, layers = batch_axes(mesh) or None, jax.eval_shape(pipeline.of_rank, shapes.layers[0])
     extra = StageInputs(None, pipeline.carried.bits(len(layers)), jax.eval_shape(jnp.int32, 0))
@@ -392,6 +311,8 @@ def _begin(
             keys = [jax.random.key_data(jax.random.fold_in(key, m)) for m in range(count)]
             return begun._replace(key=keys, first=[table_CN[c, :1] for c in range(len(chunks))])
 
+        # The key is a constant of the program. That of a layer is folded by step, replica, microbatch and layer, as in the SPMD
+        # engine.
         whole, data = unpack(params), jax.random.key_data(jax.random.fold_in(key, step))
         states = pipeline.model.split_carried(carry.model) if jax.tree.leaves(carry.model) else []
         of_layers, of_batch = pipeline.specs.layers, PartitionSpec(None, batch_spec)
@@ -415,11 +336,7 @@ def _placed(pipeline: Pipeline, begun: Begun[jax.ShapeDtypeStruct]) -> Begun[jax
 
 
 def _over_all(mesh: Mesh, aval: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
-    """Returns the shape and sharding of an array over all devices from the shape of one shard.
-
-    The shards of the replicas are concatenated along the first axis, and the shards of the ranks along `axis`. None if all
-    ranks hold the same array.
-    """
+    """Returns the shape over all devices from that of a shard: replicas on axis 0, ranks on `axis`; None if they are equal."""
     along: list[tuple[str, ...]] = [() for _ in aval.shape]
     along[0] += batch_axes(mesh)
     if axis is not None:

@@ -17,31 +17,17 @@ from jgraph.types import Batch, Params, Tree
 
 
 def bytes_per_rank(pipeline: Pipeline, inputs: Batch) -> dict[str, int]:
-    """Predicts the memory of a rank during a step of the SPMD engine, without parameters and optimizer state.
-
-    Computes nothing on a device. All ranks have the same arrays, so the prediction holds for each of them.
-
-    Args:
-        pipeline: The pipeline.
-        inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all devices.
-
-    Returns:
-        Bytes by name; all names are always present. Six names are pools, whose bytes are the size of a slot times the number of
-        slots: `forward_dgrad` and `forward_wgrad` (residuals of a forward for its dgrad and its wgrad), `stash` (values that a
-        dgrad keeps for its wgrad), `activation` and `gradient` (arrays received from another stage) and `loss` (gradients of
-        the loss for the output of the last stage). The other names are `in flight` (results of an action before they are
-        written to a pool), `main_grad` (float32 sums of gradients), `cast` (parameters in `compute_dtype`, parameters of
-        padding layers, and two copies of FP8 weights) and `gathered` (parameters that are gathered over the axis `fsdp` and not
-        counted in `cast`).
-    """
+    """Predicts the bytes of each rank by name in a step of the SPMD engine, besides parameters and optimizer state."""
     slots, sizes = pipeline.tables().slots, slot_bytes(pipeline, inputs)
     pools = {pool: slots[pool] * size for pool, size in sizes.items()}
+    # `in flight`: results of an action before they are written to a pool
     pools["in flight"] = sum(sizes[pool] for pool in ("forward_dgrad", "forward_wgrad", "stash"))
     layers = without_ranks(pipeline.shapes.layers)
     outer = pipeline.each(lambda param: _of_rank(param, pipeline.mesh.shape[AXIS])).outer
     weights = pipeline.precision.weights
     quantized, rest = _by_precision([layer for chunk in layers for layer in chunk], weights)
     matrices = [leaf for name, leaf in rest if Param.describe(name, leaf).is_cast]
+    # `cast`: parameters in `compute_dtype` or parameters of padding layers, and two copies of FP8 weights
     is_cast = pipeline.compute_dtype not in (None, jnp.float32)
     if is_cast:
         cast = _nbytes([outer, matrices], pipeline.compute_dtype)
@@ -49,26 +35,14 @@ def bytes_per_rank(pipeline: Pipeline, inputs: Batch) -> dict[str, int]:
         last = [] if pipeline.assignment.is_even else [chunk[-1] for chunk in layers]
         cast = _nbytes([leaf for _, leaf in _by_precision(last, weights)[1]])
     cast += 2 * _nbytes(quantized, jnp.int8)
+    # `gathered`: parameters that are gathered over `fsdp` and not counted in `cast`
     is_sharded = pipeline.mesh.shape.get(fsdp.AXIS, 1) > 1
     gathered = _nbytes(outer if is_cast else [outer, *(leaf for _, leaf in rest)]) if is_sharded else 0
     return pools | {"main_grad": _nbytes([layers, outer], jnp.float32), "cast": cast, "gathered": gathered}
 
 
 def slot_bytes(pipeline: Pipeline, inputs: Batch, *, layers: int | None = None) -> dict[str, int]:
-    """Computes the bytes of one slot of each pool. A slot holds the arrays of one stage and one microbatch on one device.
-
-    Computes nothing on a device.
-
-    Args:
-        pipeline: The pipeline.
-        inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all devices.
-        layers: Number of layers per stage; None for the number of layers of the longest stage.
-
-    Returns:
-        Bytes by pool: `forward_dgrad` and `forward_wgrad` (residuals of a forward for its dgrad and its wgrad), `stash` (values
-        that a dgrad keeps for its wgrad), and `activation`, `gradient` and `loss`. Each of the last three has the bytes of x,
-        the array that a stage passes to the next one.
-    """
+    """Computes the bytes of a slot of each pool: the arrays of one stage and one microbatch on one device."""
     x, *context = pipeline.inputs(inputs)
     stage = without_ranks(pipeline.shapes.layers[0])
     stage = [stage[0]] * layers if layers else stage
@@ -91,6 +65,6 @@ def _nbytes(tree: Tree, dtype: DTypeLike | None = None) -> int:
 def _by_precision(
     layers: Sequence[Params], weights: frozenset[str]
 ) -> tuple[list[jax.ShapeDtypeStruct], list[tuple[str, jax.ShapeDtypeStruct]]]:
-    """Splits the parameters of layers into parameters that are quantized once per step, and the others with their names."""
+    """Splits the parameters of layers into those that are quantized once per step, and the others with their names."""
     named = [pair for layer in layers for pair in zip(leaf_names(layer), jax.tree.leaves(layer), strict=True)]
     return [leaf for name, leaf in named if name in weights], [(name, leaf) for name, leaf in named if name not in weights]

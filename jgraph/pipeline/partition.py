@@ -15,7 +15,7 @@ from jgraph.types import Batch, Carried, Params, Tree
 
 AXIS = Axis.PIPE.value
 
-# P ranks, C chunks, N places (layers of the longest stage)
+# P ranks, C chunks (stages of a rank), N places (layers of the longest stage)
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,11 @@ class PipelineModel:
 class StageAssignment:
     """Assigns layers to ranks: consecutive layers form a stage, and the schedule assigns stages to ranks.
 
-    There are P ranks. Each rank has C stages, called its chunks. A chunk has N places, the number of layers of the longest
-    stage. If the number of stages does not divide the number of layers, the first stages have one more layer than the others,
-    and the last place of every other stage is padding. `stack` fills padding with zeros. Padding does not change the results.
-
-    Attributes:
-        placement: One tuple per rank with the 0-based stage of each of its C chunks.
-        num_layers: Number of layers of the model.
-
-    Raises:
-        OrderError: If there are fewer layers than stages.
+    If the number of stages does not divide the number of layers, the first stages have one more layer than the others. The last
+    place of every other stage is then padding, which does not change the results.
     """
 
-    placement: tuple[tuple[int, ...], ...]
+    placement: tuple[tuple[int, ...], ...]  # the stage of each chunk of each rank
     num_layers: int
 
     def __post_init__(self):
@@ -113,18 +105,6 @@ class StageAssignment:
 
     @classmethod
     def of(cls, schedule: Schedule, num_layers: int) -> "StageAssignment":
-        """Assigns layers to the stages of a schedule.
-
-        Args:
-            schedule: The schedule, which places stages on ranks.
-            num_layers: Number of layers of the model.
-
-        Returns:
-            The assignment.
-
-        Raises:
-            OrderError: If ranks have different numbers of stages, or there are fewer layers than stages.
-        """
         if len(set(map(len, schedule.placement))) > 1:
             counts = ", ".join(str(len(stages)) for stages in schedule.placement)
             raise OrderError(f"the ranks have {counts} stages: must be the same number on every rank")
@@ -132,12 +112,10 @@ class StageAssignment:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages over all ranks."""
         return sum(map(len, self.placement))
 
     @property
     def num_chunks(self) -> int:
-        """Number of stages per rank."""
         return len(self.placement[0])
 
     @property
@@ -147,24 +125,20 @@ class StageAssignment:
 
     @property
     def is_even(self) -> bool:
-        """True if all stages have the same number of layers."""
         return self.num_layers % self.num_stages == 0
 
     def layers(self) -> np.ndarray:
-        """Returns which layer is at every place: 0-based layer numbers of the model, int32 [P, C, N] (ranks, chunks, places).
-
-        Padding has the number of the first layer of its stage.
-        """
+        """Returns the layer at every place, int32 [P, C, N]. Padding has the first layer of its stage."""
         first = np.array([[self._bounds(stage)[0] for stage in stages] for stages in self.placement], np.int32)
         return first[..., None] + np.arange(self.layers_per_stage, dtype=np.int32) * self.active()
 
     def active(self) -> np.ndarray:
-        """Returns a mask, bool [P, C, N] (ranks, chunks, places): True for a place with a layer, False for padding."""
+        """Returns a mask of the places, bool [P, C, N]: False for padding."""
         bounds = np.array([[self._bounds(stage) for stage in stages] for stages in self.placement])
         return np.arange(self.layers_per_stage) < (bounds[..., 1] - bounds[..., 0])[..., None]
 
     def places(self) -> list[tuple[int, int, int]]:
-        """Returns the (rank, chunk, place) of each layer, from the first to the last layer; all 0-based."""
+        """Returns the (rank, chunk, place) of each layer."""
         home = {stage: (rank, chunk) for rank, stages in enumerate(self.placement) for chunk, stage in enumerate(stages)}
         bounds = [(*home[stage], *self._bounds(stage)) for stage in range(self.num_stages)]
         return [(rank, chunk, place) for rank, chunk, first, end in bounds for place in range(end - first)]

@@ -53,31 +53,12 @@ class PipelineChoices(TypedDict, total=False):
 class Pipeline(Placement, StageFunctions):
     """Computes the loss and gradients of a step as one SPMD program over the mesh axes `data`, `fsdp` and `pipe`.
 
-    The axis `fsdp` shards the batch like `data`. Between steps, parameters are sharded over `fsdp`. In each step, a rank
-    gathers the parameters of its stages once, and reduce-scatters their gradients once. Construct it with `Pipeline.of`. A data
-    rank is an index along `data` and `fsdp` together; every data rank has its own rows of a batch.
-
-    Attributes:
-        model: The model, as embedding, layers and head.
-        assignment: The assignment of layers to ranks.
-        mesh: A mesh with the axis `pipe`, and optionally `data`, `fsdp`, `context` and `tensor`.
-        layout: The layout of the arrays: stacked over the ranks, and sharded over `fsdp`.
-        named: The layout of the tree of parameters.
-        compute_dtype: Matrices of the layers and of the head, except weights of routers, are cast to this dtype once per step.
-            None does not cast.
-        remat: Activations to recompute in the backward pass. `nothing` recomputes only elementwise operations, `wide` also the
-            results of matmuls that widen their input, such as the first matmul of an MLP, and `layer` the whole layer from its
-            input.
-        carried: Shapes of the carried state (mutable state of the model) of a layer, and its reductions over microbatches.
-        precision: Which matmuls of layers are in FP8, and how. By default none are.
-        schedule: The order of the actions of every rank. It has one rank per index along the mesh axis `pipe`.
-        runtime: The part of the program that runs the ticks of the schedule. `aligned` runs only schedules in which all ranks
-            run the same kind of action in a tick, or a wgrad, and it runs the wgrad of the newest pending dgrad first.
-            `general` runs schedules without this restriction. `auto` is only an argument of `of`, which replaces it.
+    A rank gathers the parameters of its stages over `fsdp` once per step, and reduce-scatters their gradients once. A data rank
+    is an index along `data` and `fsdp` together, with its own rows of a batch. Construct it with `Pipeline.of`.
     """
 
-    schedule: Schedule
-    runtime: Runtime = "auto"
+    schedule: Schedule  # has one rank per index along `pipe`
+    runtime: Runtime = "auto"  # `of` replaces `auto`
 
     @classmethod
     def of(
@@ -85,32 +66,11 @@ class Pipeline(Placement, StageFunctions):
         model: PipelineModel,
         schedule: Schedule,
         mesh: Mesh,
-        given: Layout[Params],
+        given: Layout[Params],  # of the parameters that the model gets
         fsdp: FSDPChoices | None = None,
         **choices: Unpack[PipelineChoices],
     ) -> "Pipeline":
-        """Makes a pipeline. With the runtime `auto`, the default, it selects `aligned` if this can run the schedule.
-
-        Args:
-            model: The model.
-            schedule: The schedule.
-            mesh: A mesh with the axis `pipe`, and optionally other axes. The pipeline gets a mesh with the same devices
-                and names, and all axes of the type `jax.sharding.AxisType.Auto`.
-            given: The layout of the parameters that the model gets, for example `jgraph.layout.named` of their shapes.
-            fsdp: How parameters are sharded over `fsdp`, and `compute_dtype`; None for the defaults.
-            **choices: Values of the attributes `remat`, `carried`, `precision` and `runtime`.
-
-        Returns:
-            The pipeline. Its `runtime` is `aligned` or `general`. With `aligned`, its `schedule` is the result of
-            `newest_first` of the argument `schedule`.
-
-        Raises:
-            OrderError: If there are fewer layers than stages, ranks have different numbers of stages, or `runtime` is `aligned`
-                and the schedule has full backwards, ticks in which all ranks are idle, ticks with different actions other than
-                wgrad, or consecutive stages on ranks that are not neighbors.
-            ConfigError: If the axis `pipe` and the schedule have different numbers of ranks, or a parameter cannot be sharded
-                as requested.
-        """
+        """Makes a pipeline. `auto` selects `aligned`, with the wgrads of `newest_first`, if this can run the schedule."""
         ranks = mesh.shape[AXIS]
         if ranks != schedule.num_ranks:
             raise ConfigError(f"`pp` is {ranks}: must be the {schedule.num_ranks} ranks of the schedule", field="pp")
@@ -129,50 +89,18 @@ class Pipeline(Placement, StageFunctions):
         return replace(pipeline, runtime="general")
 
     def loss_and_grads(self, params: PipelineParams, inputs: Batch, key: Key | None = None) -> tuple[Array, PipelineParams]:
-        """Computes the loss and the gradients of a batch. A pure function; call it under `jax.jit`.
-
-        Only for a model without carried state and a pipeline without FP8. Use `step` in all other cases. Raises the same errors
-        as `step`.
-
-        Args:
-            params: The tree of parameters (`tree`), with the NamedShardings `shardings`.
-            inputs: Microbatches with leaves [M, B, ...]: M microbatches of B rows; B is sharded over `data` and `fsdp`.
-            key: Random key of the step; None if layers take no key. Each data rank, microbatch and layer gets a key folded from
-                it.
-
-        Returns:
-            A pair: the mean loss over microbatches and data ranks, a float32 scalar; and its gradients in float32, in a tree
-            and with shardings like `params`.
-        """
+        """Computes the first two results of `step`, for a model without carried state and without FP8."""
         return self.step(params, inputs, key)[:2]
 
     def step(
-        self, params: Params, inputs: Batch, key: Key | None = None, carried: Sequence[Tree] = (), observed: Observed = None
+        self,
+        params: Params,  # placed by `shardings`
+        inputs: Batch,
+        key: Key | None = None,  # of the step; each data rank, microbatch and layer folds its own
+        carried: Sequence[Tree] = (),  # of every layer
+        observed: Observed = None,  # of all layers; None before the first step
     ) -> StepResult:
-        """Computes the loss, the gradients and the state after a step. A pure function; call it under `jax.jit`.
-
-        Args:
-            params: The tree of parameters (`tree`), with the NamedShardings `shardings`.
-            inputs: Microbatches with leaves [M, B, ...]: M microbatches of B rows; B is sharded over `data` and `fsdp`.
-            key: Random key of the step; None if layers take no key. Each data rank, microbatch and layer gets a key folded from
-                it.
-            carried: Carried state of every layer at the beginning of the step, one tree per layer; empty if layers carry no
-                state.
-            observed: Observed state (amax histories of FP8) of all layers at the beginning of the step; None before the first
-                step.
-
-        Returns:
-            A tuple of four: the mean loss over microbatches and data ranks, a float32 scalar; its gradients in float32, in a
-            tree and with shardings like `params`, with None for frozen parameters; a list with the carried state of every layer
-            after the step, reduced over microbatches and data ranks, empty if `carried` is empty; and the observed state after
-            the step, {} without amax histories.
-
-        Raises:
-            OrderError: If consecutive stages are on ranks that are not neighbors in the ring.
-            ShapeError: If a layer changes the shape or dtype of x, or returns carried state of other shapes or dtypes.
-            ConfigError: If `PipelineModel.sharded` names no parameter of embedding and head, or the number of ranks does not
-                divide the sharded axis.
-        """
+        """Computes a step on microbatches [M, B, ...], as a pure function under `jax.jit`."""
         shards, impl = self.shards, None if key is None else jax.random.key_impl(key)
         trained = self.each(lambda param: param.is_trained)
         out_specs = (PartitionSpec(), only(trained, self.specs), PartitionSpec(), PartitionSpec())
@@ -196,7 +124,6 @@ class Pipeline(Placement, StageFunctions):
         trained: StackedTree[bool],
         impl: Hashable,
     ) -> StepResult:
-        """Computes `step` on one rank."""
         batch, layout = batch_axes(self.mesh), self.assignment
         outer = gathered(shards.outer, params.outer)
         if key is not None and any(self.mesh.shape[axis] > 1 for axis in batch):
@@ -218,6 +145,7 @@ class Pipeline(Placement, StageFunctions):
         state = play_aligned(runtime) if self.runtime == "aligned" else play_general(runtime)
         count = self.schedule.num_microbatches
         grads = self._mean_grads(state, shards)
+        # Loss and gradients are float32 means over microbatches and data ranks; gradients of frozen parameters are None.
         loss = lax.pmean(lax.psum(state.loss, AXIS), batch) / count
         after = self.carried.finish(state.carried, count, batch, layout) if carried else []
         return loss, grads, after, self.precision.finish([own for _, own in state.grads], batch, layout)
@@ -231,11 +159,7 @@ class Pipeline(Placement, StageFunctions):
         *,
         has_key: bool,
     ) -> tuple[list[list[Params]], list[Given]]:
-        """Returns the parameters of each chunk of this rank.
-
-        Returns:
-            The `fsdp` shards of the parameters, and the gathered parameters with the other inputs of the stage.
-        """
+        """Returns for each chunk the `fsdp` shards of its parameters, and the gathered ones with the other inputs."""
         layout = self.assignment
         chunks, given = jax.tree.map(lambda leaf: leaf[0], layers), []
         states = self.carried.pick(carried, table_CN) if carried else {}
@@ -265,10 +189,7 @@ class Pipeline(Placement, StageFunctions):
         return grads._replace(layers=jax.tree.map(lambda g: g[None], grads.layers))
 
     def own(self, table: np.ndarray) -> Array:
-        """Returns the row of the calling rank, [...], from a table with one row per rank, [P, ...].
-
-        Call it inside a function that `jax.shard_map` maps over the axis `pipe`, on which the rank is the index.
-        """
+        """Returns the calling rank's row of a table [P, ...], under `jax.shard_map` over `pipe`."""
         return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(AXIS), keepdims=False)
 
     def _on_mesh(self, run: Callable[..., _T], out_specs: Specs) -> Callable[..., _T]:
@@ -276,26 +197,12 @@ class Pipeline(Placement, StageFunctions):
         return on_ranks(run, self.mesh, in_specs, out_specs)
 
     def tables(self) -> ScheduleTables:
-        """Returns the actions and slots of the schedule by tick and rank.
-
-        The result of `tabulate`, with `writing` set to `makers` for the runtime `aligned` and to `all` for `general`.
-        """
         return tabulate(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
 
     # --- Shapes ---
 
     def inputs(self, inputs: Batch) -> tuple[jax.ShapeDtypeStruct, *tuple[Tree, ...]]:
-        """Computes the shapes of x and of the context, the inputs of a stage, for one microbatch on one data rank.
-
-        x is the array that `PipelineModel.embed` returns and that a stage passes to the next one. Computes nothing on a device.
-
-        Args:
-            inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches, each with B rows over all data ranks.
-
-        Returns:
-            The tuple (x, context) if layers take a context, else (x,). `x` is a `jax.ShapeDtypeStruct` and `context` a tree of
-            them, both without shardings.
-        """
+        """Returns the shapes of x and context for a microbatch on a data rank, from those of all, leaves [M, B, ...]."""
         args: list[Tree] = []
         shards = self.shards.outer
 
@@ -310,19 +217,11 @@ class Pipeline(Placement, StageFunctions):
         return tuple(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), args))
 
     def layer_shapes(self, inputs: Batch) -> tuple[StageParams, tuple[jax.ShapeDtypeStruct, *tuple[Tree, ...]]]:
-        """Returns the shapes of the arguments of a stage of one layer: `stage_shapes`, and the result of `inputs`."""
+        """Returns the shapes of the arguments of a stage of one layer."""
         return self.stage_shapes(without_ranks(self.shapes.layers[0][:1])), self.inputs(inputs)
 
     def stage_shapes(self, layers: list[Params]) -> StageParams:
-        """Computes the shapes of the first argument of a stage, for a stage of these layers.
-
-        Args:
-            layers: Shapes of the parameters of each layer, without the axis of ranks.
-
-        Returns:
-            Trees of `jax.ShapeDtypeStruct`, with the dtypes after the cast to `compute_dtype`. None is in the place of the FP8
-            weights, whose shapes `StagePrecision.weight_shapes` computes.
-        """
+        """Returns the cast shapes of the first argument of a stage of these layers; None for FP8 weights."""
         given = jax.eval_shape(self.cast, layers), StageInputs(None, self.carried.bits(len(layers)), None)
         return given, jax.eval_shape(partial(self.precision.state, len(layers))), None
 

@@ -153,10 +153,7 @@ class Pipelined(FSDPChoices):
         return pipeline, products
 
     def _reducing(self, model: PipelineModel) -> PipelineModel:
-        """Allows the functions of a model to reduce over batch axes.
-
-        With the engine `dispatch` and several replicas, a reduction raises ConfigError, because an executable has one device.
-        """
+        """Allows the functions of a model to reduce over batch axes, except in executables for one of several replicas."""
         is_split = self.engine == "dispatch" and num_data_ranks(self.mesh) > 1
         wrap = _on_one_replica if is_split else with_batch_axes
         return replace(model, embed=wrap(model.embed), layer=wrap(model.layer), head=wrap(model.head))
@@ -185,23 +182,13 @@ def _checked(loss: LossFunction | LossInParts) -> PipelineModel:
 
 @dataclass(frozen=True, eq=False)
 class BoundPipeline:
-    """A `BoundStrategy` that computes gradients by a pipeline schedule. Made by `Pipelined.bind`.
-
-    Attributes:
-        objective: The loss and the settings of the step.
-        pipeline: The model with its schedule. It also computes the gradients with the engine `program`.
-        products: A `Product` for every matmul of a layer with a parameter if the step is in FP8, else ().
-        layout: The layout of the arrays of the step.
-        packing: The last part of this layout: from the arrays of the pipeline to those of the step.
-        engine: `program` computes the gradients in one SPMD program. `dispatch` computes them with separate executables for
-            each rank, which the host starts (MPMD).
-    """
+    """The `BoundStrategy` of `Pipelined`: computes gradients by a pipeline schedule."""
 
     objective: Objective
     pipeline: Pipeline
-    products: tuple[Product, ...]
-    layout: Layout[Params]
-    packing: Layout[Arrays]
+    products: tuple[Product, ...]  # every matmul of a layer with a parameter if the step is in FP8, else ()
+    layout: Layout[Params]  # of the arrays of the step
+    packing: Layout[Arrays]  # the last part of `layout`: from the arrays of the pipeline to those of the step
     engine: Engine
 
     @property
@@ -226,19 +213,14 @@ class BoundPipeline:
     # --- Gradients ---
 
     def loss_and_grads(self, params: Arrays, batch: Batch, key: Key, carry: Carry) -> tuple[Loss, Arrays]:
-        """Computes the loss and the gradients with the SPMD program. The engine `dispatch` does not use this method."""
+        """Computes the gradients with the SPMD program. The engine `dispatch` does not use this method."""
         pipeline = self.pipeline
         key_of_step = key if pipeline.model.takes_key else None
         layers = pipeline.model.split_carried(carry.model) if jax.tree.leaves(carry.model) else []
         return self.sums(carry, *pipeline.step(self.tree(params), batch, key_of_step, layers, carry.observed))
 
     def compile_gradients(self, params: Arrays, carry: Carry, batch: Batch, key: Key, options: Options) -> GradientProgram:
-        """Compiles the executables of the ranks with the engine `dispatch`; compiles nothing with the engine `program`.
-
-        Raises:
-            ConfigError: With `dispatch`, if the mesh has the axis `fsdp` or devices of other processes, or the model reduces
-                over batch axes and there are several data ranks.
-        """
+        """Compiles the executables of the ranks with the engine `dispatch`; else nothing."""
         if self.engine == "program":
             return GradientProgram(self, batch)
         program = dispatched(self.pipeline, params, carry, self.tree, batch, key, options)
@@ -262,7 +244,7 @@ class _Reports(Reports):
     bound: BoundPipeline
 
     def predict_memory(self, batch: Batch) -> Pools:
-        """Predicts the memory of a rank of the SPMD engine (`memory.bytes_per_rank`)."""
+        """Predicts the memory of a rank of the SPMD engine."""
         pipeline, count = self.bound.pipeline, self.bound.objective.num_microbatches
         batch_M = jax.eval_shape(partial(by_microbatch, num_microbatches=count), batch)
         is_partitioned = any(pipeline.mesh.shape.get(axis, 1) > 1 for axis in PARTITIONED_AXES)
@@ -297,12 +279,7 @@ class _Reports(Reports):
 
 @dataclass(frozen=True, eq=False)
 class _HostProgram(GradientProgram):
-    """The `GradientProgram` of `engine="dispatch"`.
-
-    Attributes:
-        strategy: The bound pipeline.
-        dispatched: The compiled engine.
-    """
+    """The `GradientProgram` of `engine="dispatch"`."""
 
     strategy: BoundPipeline
     dispatched: Dispatched

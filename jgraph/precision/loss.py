@@ -27,15 +27,15 @@ GradsOfCast: TypeAlias = Literal["rounded", "parameter"]
 class StepLoss:
     """The loss function `fn(params, *args)` of a step, here without FP8 matmuls.
 
-    Subclasses add work that runs once per step, and observed state: arrays that the backward pass computes, such as the amax
-    history of FP8. The gradient of the loss with respect to the observed state is the state after the microbatch.
+    Observed state is arrays that the backward pass computes, such as the amax history of FP8. The gradient of the loss with
+    respect to it is the state after the microbatch.
     """
 
     fn: Callable[..., Any]
 
     @property
     def observed(self) -> Observed:
-        """Shapes of the observed state, a tree of `jax.ShapeDtypeStruct`; {} here."""
+        """Shapes of the observed state; {} here."""
         return {}
 
     @property
@@ -44,20 +44,14 @@ class StepLoss:
         return ()
 
     def in_step(
-        self, whole: Params, parts: Arrays, shards: Mapping[str, Shard], observed: Observed, args: _Args
+        self,
+        whole: Params,  # shapes of the unsharded parameters, in the model's own tree
+        parts: Arrays,  # this device's shards of the parameters
+        shards: Mapping[str, Shard],  # over `fsdp`; empty without this axis
+        observed: Observed,  # before the step
+        args: _Args,  # arrays or shapes of the other arguments for one microbatch
     ) -> Callable[..., Any]:
-        """Makes the working copy of the weights for all microbatches of a step. Called inside the jitted step.
-
-        Args:
-            whole: Shapes of the unsharded parameters, in the model's own tree.
-            parts: This device's shards of the parameters by name; whole parameters if `shards` is empty.
-            shards: How parameters are sharded over `fsdp`, by name; empty without this axis.
-            observed: Observed state before the step.
-            args: Arrays or shapes of the other arguments of the loss function, for one microbatch.
-
-        Returns:
-            `loss(params, observed, *args)`, with the result of `fn`. It gathers the working copy of sharded weights.
-        """
+        """Makes the working copy of the weights once per step. Returns `loss(params, observed, *args)`, which gathers it."""
         return lambda params, observed, *args: self.fn(params, *args)
 
     def traced(self, part: Callable[..., Result]) -> Callable[..., Result]:
@@ -65,33 +59,23 @@ class StepLoss:
         return part
 
     def describe(self, executables: Sequence[jax.stages.Compiled]) -> list[str]:
-        """Returns lines for the log; none here. `executables` has an entry for each run of a step."""
+        """Returns lines for the log. `executables` has an entry for each run of a step."""
         return []
 
 
 @dataclass(frozen=True, eq=False)
 class FP8Loss(StepLoss):
-    """A loss function with FP8 matmuls. The observed state is the amax history of delayed scaling.
+    """A loss function with FP8 matmuls. The observed state is the amax history of delayed scaling."""
 
-    Attributes:
-        function: `fn` with FP8 matmuls.
-        trace: Trace of `function` for the shapes of a microbatch.
-        grads: Dtype of the gradient of a parameter that `fn` casts before an FP8 matmul, e.g. from float32 to bfloat16: that of
-            the parameter, or first `rounded` to that of the cast.
-    """
-
-    function: FP8Function
-    trace: FP8Trace
+    function: FP8Function  # `fn` with FP8 matmuls
+    trace: FP8Trace  # of `function`, for the shapes of a microbatch
+    # Dtype of the gradient of a parameter that `fn` casts before an FP8 matmul, e.g. from float32 to bfloat16: that of the
+    # parameter, or first `rounded` to that of the cast
     grads: GradsOfCast
 
     @classmethod
     def trace_loss(cls, fn: Callable[..., Any], config: FP8Config, params: Params, args: _Args, grads: GradsOfCast) -> Self:
-        """Selects the FP8 matmuls of a loss function, from the shapes of its arguments for one microbatch.
-
-        Raises:
-            ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
-                or if `config.blocks` is `inner` and no parameter name has a number.
-        """
+        """Selects the FP8 matmuls of a loss function, from the shapes of its arguments for one microbatch."""
         function = FP8Function(fn, config, argument="loss")
         return cls(fn, function, function.plan(params, *args), grads)
 
@@ -105,24 +89,17 @@ class FP8Loss(StepLoss):
 
     @property
     def result(self) -> Any:
-        """The tree that the loss function returns, with the integer 0 in place of each array. Does not run the function."""
+        """The tree that the loss function returns, with 0 for each array."""
         return jax.tree.map(lambda _: 0, self.trace.traced.out)
 
     def averaged(self, num_losses: int) -> Self:
-        """Returns a copy for a step that averages this number of losses, such as one per microbatch and data rank.
-
-        Each is differentiated separately, so delayed scaling divides the amax of its output gradients by the number.
-        """
+        """Returns a copy for a step that averages this number of losses, such as one per microbatch and data rank."""
+        # Each is differentiated separately, so delayed scaling divides the amax of its output gradients by the number.
         return replace(self, function=replace(self.function, num_losses=num_losses))
 
     def in_step(
         self, whole: Params, parts: Arrays, shards: Mapping[str, Shard], observed: Observed, args: _Args
     ) -> Callable[..., Any]:
-        """Quantizes the weights.
-
-        Raises:
-            ConfigError: If a matmul that the recipe selects runs under `jgraph.mesh.per_shard` on the mesh of the step.
-        """
         trace = self.function.plan(whole, *args)
         self._check_visible(trace)
         over_devices = (lambda _, local: lax.pmax(local, Axis.FSDP)) if shards else None
@@ -159,9 +136,9 @@ def quantized(
 ) -> Callable[[], Weights]:
     """Makes the working copy of the weights of FP8 matmuls, once per step. Calling the result gathers it.
 
-    Shards are quantized before they are gathered, so devices exchange FP8. Without shards, calls return the same arrays.
     `over_devices(name, amax)` returns the maximum of an amax over the devices that hold parts of a weight.
     """
+    # Shards are quantized before they are gathered, so devices exchange FP8.
     scales = trace.scales(parts, observed, over_devices)
     if not shards:
         weights = trace.views(parts, scales)
@@ -171,21 +148,7 @@ def quantized(
 
 
 def describe(products: Sequence[Product], config: FP8Config, compiled: FP8Products | None, *, loops: _Loops = "none") -> str:
-    """Describes the FP8 matmuls of a step in one line for the log. Prints nothing.
-
-    Args:
-        products: All matmuls with a parameter, from `FP8Trace.products`.
-        config: The recipe; only its fields `recipe` and `compute` are shown.
-        compiled: The numbers of FP8 matmuls and transposes of the compiled step, from `count`. None if the device emulates FP8.
-        loops: `microbatches` if the compiled step contains the matmuls of several microbatches or stages, so that their number
-            differs from that in `products`; else `none`. Only for `none`, the line also has the expected number of compiled
-            matmuls.
-
-    Returns:
-        The line, such as "fp8 (current scaling): 24 of 26 matmuls with parameters; 2 not: kept by `fp8.keep`, 72 with their
-        gradients; compiled: 72, and 0 transposes by XLA", or "...; emulated in bfloat16". For calibration, "...; calibration:
-        only observed, not in FP8".
-    """
+    """Describes the FP8 matmuls of a step in one line for the log. `loops` is `microbatches` if `compiled` counts several."""
     quantized = [product for product in products if not product.kept]
     reasons = Counter(product.kept for product in products if product.kept)
     others = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
@@ -194,7 +157,7 @@ def describe(products: Sequence[Product], config: FP8Config, compiled: FP8Produc
         return f"{line}; calibration: only observed, not in FP8"
     if compiled is None:
         return f"{line}; emulated in bfloat16"
-    if loops == "microbatches":
+    if loops == "microbatches":  # or stages, so that their number differs from that in `products`
         return f"{line}; compiled: {compiled.products} for all microbatches, and {compiled.transposes} transposes by XLA"
     expected = sum(3 if product.wgrad == "fp8" else 2 for product in quantized)
     return (
@@ -203,16 +166,7 @@ def describe(products: Sequence[Product], config: FP8Config, compiled: FP8Produc
 
 
 def count(executables: Sequence[jax.stages.Compiled]) -> FP8Products | None:
-    """Counts the compiled FP8 matmuls of a step in the HLO text of its executables.
-
-    Args:
-        executables: The executables that a step runs. An executable that runs several times is repeated.
-
-    Returns:
-        An `FP8Products` with two sums over the runs: `products`, the number of matmuls with FP8 operands, and `transposes`, the
-        number of transposes of FP8 arrays that XLA added. None if JAX's default backend is not a GPU, because FP8 is then
-        emulated.
-    """
+    """Counts FP8 matmuls and XLA's transposes in the HLO of a step's executables; None if FP8 is emulated (not on a GPU)."""
     if jax.default_backend() != "gpu":
         return None
     counts = {id(executable): FP8Products.of(executable) for executable in executables}

@@ -29,26 +29,15 @@ class DataParallel:
     """The `BoundStrategy` of `Replicated` and `FullySharded`. Each device computes the whole model on its part of the batch.
 
     With sharded parameters, each microbatch gathers parameters and reduce-scatters gradients over the axis `fsdp`, so no device
-    holds all summed gradients. Gradients are summed over the axis `data` once per step. Both sums are in the `grads_dtype` of
-    the objective.
-
-    Attributes:
-        objective: The loss and the choices of the step.
-        batches: The mesh, and how the rows of a batch are shared.
-        loss: The loss function, with its FP8 matmuls if the objective has an FP8 recipe.
-        packing: The layout of the gathered arrays on a device: from the parameters of the loss, by name.
-        layout: The layout of the arrays of the step.
-        shards: How each array is sharded over the axis `fsdp`, and the dtype of its working copy, by name; empty without this
-            axis.
-        reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
+    holds all summed gradients. Gradients are summed over the axis `data` once per step. Both sums are in `grads_dtype`.
     """
 
     objective: Objective
     batches: BatchLayout
     loss: StepLoss
-    packing: Layout[Arrays]
-    layout: Layout[Params]
-    shards: Mapping[str, Shard]
+    packing: Layout[Arrays]  # of the gathered arrays on a device, from the parameters of the loss
+    layout: Layout[Params]  # of the arrays of the step
+    shards: Mapping[str, Shard]  # over `fsdp`, with the dtypes of the working copies; empty without this axis
     reshard_after_forward: bool = False
 
     @classmethod
