@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,17 @@ from jgraph.callables.shaped import filled, reads_of
 from jgraph.mesh import Axis
 from jgraph.tree import leaf_names
 from jgraph.types import Params, Tree
+
+
+@dataclass(frozen=True)
+class EndPlace:
+    """Where an execution plan computes an end."""
+
+    name: Literal["embedding", "head"]  # the first part of the names of shards in the plan
+    index: int  # number of a stage on the device
+    reader: int  # number of the callable (a stage, or the loss) that reads the parameters
+    first: int  # position of the parameter with number 0 among the parameters of `reader`
+    ranks: int  # number of ranks, which hold the shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +41,7 @@ class End:
     axes: tuple[int | None, ...]  # for each leaf in `reads`, the axis that is sharded over the ranks
 
     @classmethod
-    def of(
+    def trace(
         cls, fn: Callable[..., Array], kept: Params, cast: Callable[[Params], Params], sharded: Mapping[str, int], *args: Tree
     ) -> Self:
         """Finds the parameters that `fn(outer, *args)` reads. Collectives of `fn` over `pipe` are traced for a single rank."""
@@ -55,48 +66,43 @@ class End:
         leaves = jax.tree.leaves(self.outer)
         return [leaves[i] for i in self.reads]
 
-    def gather(
-        self,
-        name: str,  # `embedding` or `head`: the first part of the names of shards in the plan
-        index: int,  # number of a stage on the device that runs the function
-        callable_: int,  # number of the callable (a stage, or the loss) that reads the parameters
-        first: int,  # position of the parameter with number 0 among the parameters of the callable
-        ranks: int,
-    ) -> PlanFunction:
+    def gather(self, place: EndPlace) -> PlanFunction:
         """Makes the function that concatenates the shards of parameters on one rank and casts them."""
         # Other parameters are not part of the function; the callable reads them from the state.
         kept = [jax.tree.leaves(self.kept)[i] for i in self.reads]
         computed = [n for n, s in enumerate(self.shapes) if self.axes[n] is not None or kept[n].dtype != s.dtype]
         shapes = {
-            (name, n, rank): jax.ShapeDtypeStruct(part_shape(kept[n].shape, self.axes[n], ranks), kept[n].dtype)
+            (place.name, n, rank): jax.ShapeDtypeStruct(part_shape(kept[n].shape, self.axes[n], place.ranks), kept[n].dtype)
             for n in computed
-            for rank in range(1 if self.axes[n] is None else ranks)
+            for rank in range(1 if self.axes[n] is None else place.ranks)
         }
 
         def parameters(arrays: list[Array]) -> list[Array]:
-            parts, params = iter(arrays), []
+            parts = iter(arrays)
+            params = []
             for n in computed:
                 axis = self.axes[n]
-                whole = next(parts) if axis is None else jnp.concatenate([next(parts) for _ in range(ranks)], axis)
+                whole = next(parts) if axis is None else jnp.concatenate([next(parts) for _ in range(place.ranks)], axis)
                 params.append(whole.astype(self.shapes[n].dtype))
             return params
 
-        parameters.__name__ = f"{name}_parameters"
-        return PlanFunction(parameters, index, list(shapes), [("params", callable_, first + n) for n in computed], shapes)
+        parameters.__name__ = f"{place.name}_parameters"
+        outs = [("params", place.reader, place.first + n) for n in computed]
+        return PlanFunction(parameters, place.index, list(shapes), outs, shapes)
 
-    def split(self, name: str, index: int, callable_: int, first: int, ranks: int, losses: Sequence[Name] = ()) -> PlanFunction:
+    def split(self, place: EndPlace, losses: Sequence[Name] = ()) -> PlanFunction:
         """Makes the function that splits gradients into shards for the ranks, and sums losses to an array [1]."""
-        ins = [("sum", callable_, first + n) for n in range(len(self.reads))]
-        outs = [(name, n, rank) for n, axis in enumerate(self.axes) for rank in range(1 if axis is None else ranks)]
+        ins = [("sum", place.reader, place.first + n) for n in range(len(self.reads))]
+        outs = [(place.name, n, rank) for n, axis in enumerate(self.axes) for rank in range(1 if axis is None else place.ranks)]
 
         def gradients(arrays: list[Array]) -> list[Array]:
             parts = []
             for gradient, axis in zip(arrays, self.axes, strict=False):
-                parts += [jnp.atleast_1d(gradient)] if axis is None else jnp.split(gradient, ranks, axis)
+                parts += [jnp.atleast_1d(gradient)] if axis is None else jnp.split(gradient, place.ranks, axis)
             return [*parts, jnp.reshape(sum(arrays[len(ins) :]), 1)] if losses else parts
 
-        gradients.__name__ = f"{name}_gradients"
-        return PlanFunction(gradients, index, [*ins, *losses], [*outs, ("total",)] if losses else outs)
+        gradients.__name__ = f"{place.name}_gradients"
+        return PlanFunction(gradients, place.index, [*ins, *losses], [*outs, ("total",)] if losses else outs)
 
 
 def part_shape(shape: Sequence[int], axis: int | None, ranks: int) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ class LayerState:
     reductions: Reductions = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: PipelineModel, shapes: Carried, reductions: Reductions, num_layers: int) -> "LayerState":
+    def from_model(cls, model: PipelineModel, shapes: Carried, reductions: Reductions, num_layers: int) -> "LayerState":
         """Finds the state of a layer in the carried state of a model, by calls of `split_carried` and `join_carried`."""
         leaves, structure = jax.tree.flatten(shapes)
         if not leaves:
@@ -65,11 +65,11 @@ class LayerState:
     def pick(self, layers: Sequence[Carried], table_CN: Array) -> Bits:
         """Selects the state of the layers of a rank, leaves [C, N, ...], from that of all layers."""
 
-        def of(*leaves: Array) -> Array:
+        def picked(*leaves: Array) -> Array:
             # A stage does not differentiate integers, and does not store them in the residuals of every microbatch.
             return lax.bitcast_convert_type(jnp.stack(leaves)[table_CN], _bits(leaves[0].dtype))
 
-        return jax.tree.map(of, *layers) if layers else {}
+        return jax.tree.map(picked, *layers) if layers else {}
 
     def at(self, bits_N: Bits, place: int) -> tuple[Carried, ...]:
         """Returns the additional arguments of a layer: its state, from the bits of its stage; () if layers carry no state."""

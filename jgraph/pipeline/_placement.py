@@ -6,9 +6,8 @@ from typing import TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
-from jgraph.layout import Layout, Param, Shard, Stacked, StackedTree, sharded
+from jgraph.layout import Layout, Param, Stacked, StackedTree, sharded
 from jgraph.mesh import Axis
 from jgraph.pipeline.partition import PipelineModel, StageAssignment
 from jgraph.schedule import Schedule
@@ -24,12 +23,10 @@ Layers = TypeVar("Layers", bound=Tree)
 class Placement:
     """The layers of a model on the ranks of a pipeline, and its parameters on the mesh."""
 
-    model: PipelineModel
     assignment: StageAssignment
     mesh: Mesh  # has the axis `pipe`, and optionally `data`, `fsdp`, `context` and `tensor`
     layout: Layout[Params]  # of the arrays: stacked over the ranks, and sharded over `fsdp`
     named: Layout[StackedTree[Leaf | Registered]]  # of the tree: its leaves by name, which are the arrays of `layout`
-    compute_dtype: DTypeLike | None = None
 
     def tree(self, arrays: Arrays) -> StackedTree[Leaf | Registered]:
         """Returns arrays by name as a tree, with None for missing arrays."""
@@ -56,27 +53,20 @@ class Placement:
     def shardings(self) -> StackedTree[NamedSharding]:
         return self.each(lambda param: NamedSharding(self.mesh, param.spec))
 
-    @property
-    def shards(self) -> StackedTree[Shard]:
-        """The `Shard` of every parameter over `fsdp`, without the axis of ranks. Only copies of layers are cast."""
-        layers = self.each(lambda param: Shard.of(param, lead=1, compute_dtype=self.compute_dtype)).layers
-        return StackedTree(layers, self.each(Shard.of).outer)
-
 
 def place(model: PipelineModel, schedule: Schedule, mesh: Mesh, given: Layout[Params], choices: FSDPChoices) -> Placement:
     """Stacks the layers over the ranks, and shards the arrays over `fsdp`. `given` is the layout of the model's parameters."""
     own = given.own
-    assignment = StageAssignment.of(schedule, len(jax.eval_shape(model.split, own.tree_shapes())[1]))
+    assignment = StageAssignment.from_schedule(schedule, len(jax.eval_shape(model.split, own.tree_shapes())[1]))
     stacked = Stacked(own, model.split, model.join, assignment.places(), model.sharded, mesh.shape)
-    layout, ranks = given, mesh.shape.get(Axis.FSDP, 1)
+    ranks = mesh.shape.get(Axis.FSDP, 1)
+    layout = given
     if ranks > 1:
         layout = layout.then(wanted(choices, ranks))
     layout = layout.then(stacked)
     if ranks > 1:
         layout = layout.then(sharded(ranks, uneven="replicate"))
-    return Placement(
-        model=model, assignment=assignment, mesh=mesh, layout=layout, named=stacked.tree, compute_dtype=choices.compute_dtype
-    )
+    return Placement(assignment=assignment, mesh=mesh, layout=layout, named=stacked.tree)
 
 
 def without_ranks(layers: Layers) -> Layers:

@@ -81,9 +81,9 @@ def _round(runtime: RankRuntime, state: State, phase: Phase, rows: Row, ticks: n
 
 
 def _forward(runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray) -> State:
-    x, is_forward = runtime.x(state, row, ticks), row["kind"] == FORWARD
+    x = runtime.x(state, row, ticks)
     state, y = _or_wgrad(runtime, state, row, ticks, lambda state: runtime.forward(state, row, x))
-    state = runtime.leave(state, row, y, ticks, is_forward)
+    state = runtime.leave(state, row, y, ticks, row["kind"] == FORWARD)
     return runtime.send(state, row, y, ["activation"])
 
 
@@ -91,7 +91,9 @@ def _dgrad(
     runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray, is_handed: bool
 ) -> tuple[State, tuple[Array, ...] | None]:
     """Plays a tick of dgrads. Returns the stash if `is_handed`, so that it is not written to its pool; else None."""
-    dy, does, stash = runtime.dy(state, row), row["kind"] == DGRAD, None
+    dy = runtime.dy(state, row)
+    does = row["kind"] == DGRAD
+    stash = None
     counts = None if (runtime.tables.table.kind[ticks] == DGRAD).all() else does
     if is_handed:
         state, dx, stash = runtime.dgrad(state, row, dy, keeps=False)

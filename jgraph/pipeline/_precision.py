@@ -25,7 +25,7 @@ from jgraph.pipeline.partition import AXIS, StageAssignment
 from jgraph.precision.config import FP8Config
 from jgraph.precision.loss import quantized
 from jgraph.precision.scaling import AmaxHistory
-from jgraph.precision.transform import FP8Function, FP8Trace, Weights
+from jgraph.precision.transform import FP8Function, FP8Trace, Product, Weights
 from jgraph.types import Carried, Observed, Params, Tree, TreeOf
 
 Trees: TypeAlias = Sequence[Tree]  # one tree for each argument, or for each chunk
@@ -109,39 +109,30 @@ class FP8Precision(StagePrecision[FP8Function]):
     num_losses: int  # that are averaged into the loss of a batch: microbatches times data ranks
 
     @classmethod
-    def of(cls, layer: Callable[..., Tree], params: Params, whole: FP8Trace, args: Trees) -> Self:
+    def from_trace(cls, layer: Callable[..., Tree], params: Params, whole: FP8Trace, args: Trees) -> Self:
         """Finds the matmuls of `layer(params, *args)`. `whole` is the trace of all layers in order, and has the recipe."""
         config = replace(whole.config, keep=(), blocks="all", first=1, last=1)
         trace = FP8Function(layer, config).plan(params, *args)
-        products, num = whole.products, len(trace.products)
-        assert len(products) % num == 0, "layers have the same matmuls"
-        kept, repeats, firsts = [], [], []
+        num = len(trace.products)
+        layers, rest = divmod(len(whole.products), num)
+        assert rest == 0, "layers have the same matmuls"
+        kept = []
+        repeats = []
+        firsts = []
         for i, product in enumerate(trace.products):
-            alike = products[i::num]
-            if len({bool(p.kept) for p in alike}) > 1:
-                some, other = next(p for p in alike if p.kept), next(p for p in alike if not p.kept)
-                name = "fp8.blocks" if "fp8.blocks" in some.kept else "fp8.keep"
-                must = "must select the same matmuls in all layers of a pipeline"
-                raise ConfigError(f"`{name}` keeps {some.name} but not {other.name}: {must}", field=name)
+            alike = whole.products[i::num]
+            _check_alike(alike)
             if not alike[0].kept:
                 repeats.append(product.repeats)
                 firsts.append(i)
             elif not product.kept:
                 kept.append(trace.weight_of(i))
-        weights = frozenset(map(trace.weight_of, firsts))
-        layers = len(products) // num
         is_stacked = len({whole.weight_of(firsts[0] + num * i) for i in range(layers)}) < layers
-        entry, each = np.arange(sum(repeats)), np.arange(layers)[:, None]
-        if is_stacked:  # Like in a scan, the entries of a matmul are consecutive for all layers.
-            start, count = np.repeat(np.cumsum([0, *repeats[:-1]]), repeats), np.repeat(repeats, repeats)
-            entries = layers * start + entry - start + count * each
-        else:
-            entries = entry + len(entry) * each
         return cls(
-            weights=weights,
+            weights=frozenset(map(trace.weight_of, firsts)),
             config=config,
             kept=tuple(kept),
-            entries=entries.astype(np.int32),
+            entries=_entries(repeats, layers, is_stacked=is_stacked),
             is_stacked=is_stacked,
             num_losses=whole.num_losses,
         )
@@ -155,7 +146,7 @@ class FP8Precision(StagePrecision[FP8Function]):
 
     def pick(self, observed: Observed, layers_CN: Array) -> list[Observed]:
         entries = jnp.asarray(self.entries)[layers_CN]
-        return [jax.tree.map(lambda leaf, of=of: jnp.take(leaf, of.ravel(), axis=-2), observed) for of in entries]
+        return [jax.tree.map(lambda leaf, at=at: jnp.take(leaf, at.ravel(), axis=-2), observed) for at in entries]
 
     def finish(self, states: Sequence[Observed], axes: Axes, layout: StageAssignment) -> Observed:
         """Takes the maximum over `axes`, all-gathers the entries of all ranks over `pipe`, and drops padding."""
@@ -216,3 +207,26 @@ class FP8Precision(StagePrecision[FP8Function]):
         # The matmuls of an embedding come first and are not in FP8.
         first = weights[: int(len(weights) * share)]
         return [*[None] * (len(function.plan(*args).traced.sites) - len(first)), *first]
+
+
+def _check_alike(products: Sequence[Product]) -> None:
+    """Raises ConfigError if the recipe selects a matmul only in some of the layers."""
+    if len({bool(product.kept) for product in products}) == 1:
+        return
+    some = next(product for product in products if product.kept)
+    other = next(product for product in products if not product.kept)
+    name = "fp8.blocks" if "fp8.blocks" in some.kept else "fp8.keep"
+    must = "must select the same matmuls in all layers of a pipeline"
+    raise ConfigError(f"`{name}` keeps {some.name} but not {other.name}: {must}", field=name)
+
+
+def _entries(repeats: Sequence[int], layers: int, *, is_stacked: bool) -> np.ndarray:
+    """Returns the entries of each layer, int32 [L, S], for matmuls that run this often in a layer."""
+    entry = np.arange(sum(repeats))
+    layer = np.arange(layers)[:, None]
+    if not is_stacked:
+        return (entry + len(entry) * layer).astype(np.int32)
+    # Like in a scan, the entries of a matmul are consecutive for all layers.
+    start = np.repeat(np.cumsum([0, *repeats[:-1]]), repeats)
+    count = np.repeat(repeats, repeats)
+    return (layers * start + entry - start + count * layer).astype(np.int32)

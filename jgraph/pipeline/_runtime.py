@@ -32,7 +32,7 @@ class Pool:
     slots: int
 
     @classmethod
-    def of(cls, avals: Sequence[jax.ShapeDtypeStruct], slots: int) -> "Pool":
+    def allocate(cls, avals: Sequence[jax.ShapeDtypeStruct], slots: int) -> "Pool":
         lead = () if slots == 1 else (slots,)
         # On a GPU, `lax.empty` only allocates. Zeros would take 1% of the step of a large model.
         return cls(tuple(lax.empty((*lead, *aval.shape), aval.dtype) for aval in avals) if slots else (), slots)
@@ -83,7 +83,9 @@ class RankRuntime:
     """
 
     def __init__(self, rank: StageExecutor, tables: ScheduleTables, num_stages: int):
-        self.rank, self.tables, self._last = rank, tables, num_stages - 1
+        self.rank = rank
+        self.tables = tables
+        self._last = num_stages - 1
         table = tables.table
         shared = {"enter": tables.enter, "leave": tables.leave, "back": tables.back}
         by_rank = {"kind": table.kind, "stage": table.stage, "chunk": np.maximum(table.chunk, 0)}
@@ -98,8 +100,9 @@ class RankRuntime:
         self.rows = {name: picked[i] for i, name in enumerate(by_rank)} | {k: jnp.asarray(v) for k, v in shared.items()}
 
     def start(self) -> State:
-        shapes, slots = self.rank.shapes, self.tables.slots
-        of = {
+        shapes = self.rank.shapes
+        slots = self.tables.slots
+        of_pool = {
             "forward_dgrad": shapes.residuals.dgrad,
             "forward_wgrad": shapes.residuals.wgrad,
             "stash": shapes.stash.arrays,
@@ -107,7 +110,7 @@ class RankRuntime:
             "gradient": (shapes.y,),
             "loss": (shapes.y,),
         }
-        pools = {pool: Pool.of(avals, slots[pool]) for pool, avals in of.items()}
+        pools = {pool: Pool.allocate(avals, slots[pool]) for pool, avals in of_pool.items()}
         carried = self.rank.carried.start(self.rank.num_chunks, shapes.aux)
         return State(pools, self.rank.zero_grads(), self.rank.zero_outer(), jnp.zeros((), jnp.float32), carried)
 

@@ -18,7 +18,7 @@ from jgraph.precision.transform import Weights
 from jgraph.scopes import scope
 from jgraph.strategies.objective import merged
 from jgraph.tree import only
-from jgraph.types import Batch, Carried, Key, Leaf, Observed, Params, Reduction, Tree
+from jgraph.types import Batch, Carried, Leaf, Observed, Params, Reduction, Tree
 
 _T = TypeVar("_T")
 
@@ -57,7 +57,7 @@ class StageExecutor:
     head_outer: Params  # the same in the compute dtype, for the head
     stages: Sequence[StageParams]  # the first argument of the stage function for each chunk
     inputs: Batch  # the microbatches on this data rank, leaves [M, ...]
-    key: Key | None  # key data of the random key of the step; None if layers take no key
+    key: Array | None  # key data of the random key of the step; None if layers take no key
     impl: Hashable  # of the key, from `jax.random.key_impl`
     trained: StackedTree[bool]  # frozen parameters have None in place of a gradient
 

@@ -40,17 +40,22 @@ class StageFunctions:
         self, tree: Params, whole: FP8Trace, args: tuple[Leaf, tuple[Tree, ...], Leaf, *tuple[Carried, ...]]
     ) -> Self:
         """Returns a copy with FP8 matmuls in layers. `whole` is the trace of `layers` for parameters `tree` and `args`."""
-        params, (x, context, key, *carried) = jax.eval_shape(self.model.split, tree)[1][0], args
+        params = jax.eval_shape(self.model.split, tree)[1][0]
+        x, context, key, *carried = args
         states = (jax.eval_shape(self.model.split_carried, state)[0] for state in carried)
-        more = (*context, *[key] * self.model.takes_key, *states)
-        precision = FP8Precision.of(lambda params, *args: self.model.layer(self.cast(params), *args), params, whole, (x, *more))
+        keys = (key,) if self.model.takes_key else ()
+
+        def layer(params: Params, *args: Tree) -> Tree:
+            return self.model.layer(self.cast(params), *args)
+
+        precision = FP8Precision.from_trace(layer, params, whole, (x, *context, *keys, *states))
         return replace(self, precision=precision)
 
     def layers(self, tree: Params, x: Array, context: tuple[Tree, ...], key: Key, *carried: Carried) -> Array:
         """Computes all layers in order, for `with_precision`. Recomputes nothing, and drops new carried state."""
         states = [self.model.split_carried(state) for state in carried]
         for i, params in enumerate(self.model.split(tree)[1]):
-            keys = [jax.random.fold_in(key, i)] * self.model.takes_key
+            keys = (jax.random.fold_in(key, i),) if self.model.takes_key else ()
             y = self.model.layer(self.cast(params), x, *context, *keys, *(state[i] for state in states))
             x = y[0] if states else y
         return x
@@ -61,11 +66,13 @@ class StageFunctions:
     # `impl` is the result of `jax.random.key_impl`; None for layers without keys.
     def stage(self, impl: Hashable, layers: int) -> StageFunction:
         """Makes `stage(params, x, *context, *key_data) -> (x, carried)`, with `StageParams`, for `split_backward`."""
-        has_context, wrap = self.model.context is not None, partial(jax.random.wrap_key_data, impl=impl)
+        num_context = 0 if self.model.context is None else 1
+        wrap = partial(jax.random.wrap_key_data, impl=impl)
 
         def stage(params: Given, x: Array, *args: Tree) -> tuple[Array, Carried]:
             layers, extra = params
-            context, keys = args[:has_context], jax.tree.map(wrap, args[has_context:])
+            context = args[:num_context]
+            keys = jax.tree.map(wrap, args[num_context:])
             first = 0 if extra.first is None else extra.first
             return self.through(layers, x, context, keys, first, extra.carried, extra.active)
 

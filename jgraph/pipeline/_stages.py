@@ -14,7 +14,7 @@ from jgraph.callables.plan import ExecutionPlan, Loss, PlanFunction, make_plan
 from jgraph.callables.shaped import Shaped, shape_callable
 from jgraph.device import peak_flops
 from jgraph.layout import Change, Layout, Param, alone, each, filled, named, packed
-from jgraph.pipeline._ends import End
+from jgraph.pipeline._ends import End, EndPlace
 from jgraph.pipeline.program import Pipeline
 from jgraph.strategies.base import Options
 from jgraph.tree import leaf_names
@@ -91,7 +91,9 @@ def stages_of(
     impl: Hashable,
 ) -> list[Stage]:
     """Traces the stages, from the first to the last. Stages with the same computation are traced once."""
-    layout, leaves, numbers = pipeline.assignment, jax.tree.leaves(begun), numbered(begun)
+    layout = pipeline.assignment
+    leaves = jax.tree.leaves(begun)
+    numbers = numbered(begun)
     traced: dict[tuple[bool, int, int], Shaped] = {}
     stages = []
 
@@ -103,9 +105,11 @@ def stages_of(
         count = int(layout.active()[rank, c].sum())
         names = tuple(sorted(chunk_layout(chunks[c][:count], pipeline.precision.weights).params))
         layers = {name: numbers.layers[c][name] for name in names}
-        params, shapes = StageArrays(layers), StageArrays(jax.tree.map(shape_of, layers))
+        params = StageArrays(layers)
+        shapes = StageArrays(jax.tree.map(shape_of, layers))
         if s == 0:
-            params, shapes = params._replace(outer=[len(leaves) + i for i in embed.reads]), shapes._replace(outer=embed.shapes)
+            params = params._replace(outer=[len(leaves) + i for i in embed.reads])
+            shapes = shapes._replace(outer=embed.shapes)
         extra: list[StageExtra[int]] = [
             StageExtra(
                 batch=numbers.batch[m] if s == 0 or pipeline.model.context else (),
@@ -120,12 +124,14 @@ def stages_of(
         share = Fraction(count, len(chunks[c]))
         weights = pipeline.precision.first_weights(fn, (shapes, *args), numbers.weights[c], share)
         more = (numbers.state[c], weights)
-        params, shapes = (params, *more), (shapes, *jax.tree.map(shape_of, more))
         name = (s == 0, count, c)
         if name not in traced:
-            traced[name] = shape_callable(fn, s, shapes, args, {}, device=None, has_aux=True, recompute=pipeline.recompute)
-        given = jax.tree.leaves(params), [jax.tree.leaves(args) for args in extra]
-        stages.append(Stage(rank, c, names, replace(traced[name], index=s), *given))
+            given = (shapes, *jax.tree.map(shape_of, more))
+            traced[name] = shape_callable(fn, s, given, args, {}, device=None, has_aux=True, recompute=pipeline.recompute)
+        shaped = replace(traced[name], index=s)
+        stages.append(
+            Stage(rank, c, names, shaped, jax.tree.leaves((params, *more)), [jax.tree.leaves(args) for args in extra])
+        )
     return stages
 
 
@@ -140,8 +146,8 @@ def plan_of(
     """Compiles the schedule for one device per rank, that is for one replica of the pipeline."""
     shaped = [replace(stage.shaped, device=devices[stage.rank]) for stage in stages]
     embed, head = ends
-    of_embed = ("embedding", 0, 0, len(stages[0].names), len(devices))
-    of_head = ("head", len(stages) - 1, len(stages), 0, len(devices))
+    of_embed = EndPlace("embedding", index=0, reader=0, first=len(stages[0].names), ranks=len(devices))
+    of_head = EndPlace("head", index=len(stages) - 1, reader=len(stages), first=0, ranks=len(devices))
     losses = [("loss", m) for m in range(pipeline.schedule.num_microbatches)]
     carrying = stages if jax.tree.leaves(pipeline.carried.layer) else ()
 
@@ -159,14 +165,16 @@ def plan_of(
         copies="shared" if _is_long(shaped[-1]) else "each",
         # Arguments ("embedding" | "head", parameter, rank) are shards of parameters, and results with these names are shards of
         # gradients. Other results are ("total",), the sum of the losses, and ("state", stage, leaf), the carried state.
-        before=[gather for gather in (embed.gather(*of_embed), head.gather(*of_head)) if gather.outs],
-        after=[embed.split(*of_embed), head.split(*of_head, losses), *(_reduction(pipeline, stage) for stage in carrying)],
+        before=[gather for gather in (embed.gather(of_embed), head.gather(of_head)) if gather.outs],
+        after=[embed.split(of_embed), head.split(of_head, losses), *(_reduction(pipeline, stage) for stage in carrying)],
     )
 
 
 def _reduction(pipeline: Pipeline, stage: Stage) -> PlanFunction:
     """Makes the function that reduces the carried state of a stage over microbatches."""
-    aux, i, count = stage.shaped.aux, stage.shaped.index, pipeline.schedule.num_microbatches
+    aux = stage.shaped.aux
+    i = stage.shaped.index
+    count = pipeline.schedule.num_microbatches
 
     def reduce(arrays: list[Array]) -> list[Array]:
         trees = [aux.unflatten(arrays[m * len(aux) : (m + 1) * len(aux)]) for m in range(count)]
@@ -204,7 +212,8 @@ def _function(
     def stage(params: StageArrays[Array], x: Array, extra: StageExtra[Array]) -> tuple[Array, Carried]:
         if embed is not None:
             x = embed(params.outer, extra.batch)
-        key, first = (), 0
+        key = ()
+        first = 0
         if extra.keys:
             data, (first,) = extra.keys
             key = (jax.random.wrap_key_data(data, impl=impl),)

@@ -75,7 +75,8 @@ def choose(
 
     Pools must fit in the limit. Of `pipeline`, only the model and the numbers of ranks and microbatches have an effect.
     """
-    ranks, layers = pipeline.schedule.num_ranks, pipeline.assignment.num_layers
+    ranks = pipeline.schedule.num_ranks
+    layers = pipeline.assignment.num_layers
     layers_per_rank = -(-layers // ranks)
     slots = slot_bytes(pipeline, inputs, layers=layers_per_rank)
     return best(
@@ -121,7 +122,8 @@ def measure(
 def _parts(pipeline: Pipeline, inputs: Batch) -> dict[str, tuple[jax.stages.Wrapped, tuple[Tree, ...]]]:
     """Returns the functions to time, with the shapes of their arguments: loops over each part of a layer, and the loss."""
     (given, observed, _), (x, *context) = pipeline.layer_shapes(inputs)
-    function, split = pipeline.stage(None, 1), pipeline.split(None)
+    function = pipeline.stage(None, 1)
+    split = pipeline.split(None)
     stage = given, observed, pipeline.precision.weight_shapes(function, (given, x, *context), observed)
 
     def forward(stage: StageParams, x: Array, *context: Tree) -> tuple[Array, Residuals]:
@@ -151,10 +153,11 @@ def _parts(pipeline: Pipeline, inputs: Batch) -> dict[str, tuple[jax.stages.Wrap
 
 def _head(pipeline: Pipeline, inputs: Batch) -> tuple[jax.stages.Wrapped, tuple[Tree, ...]]:
     """Returns the function that computes the loss of a microbatch and its gradients, and the shapes of its arguments."""
-    model, (x, *_) = pipeline.model, pipeline.inputs(inputs)
+    model = pipeline.model
+    x, *_ = pipeline.inputs(inputs)
     shares = num_data_ranks(pipeline.mesh)
     microbatch = jax.tree.map(lambda s: jax.ShapeDtypeStruct((s.shape[1] // shares, *s.shape[2:]), s.dtype), inputs)
-    head = End.of(model.head, pipeline.shapes.outer, pipeline.cast, model.sharded, x, microbatch)
+    head = End.trace(model.head, pipeline.shapes.outer, pipeline.cast, model.sharded, x, microbatch)
 
     def loss(arrays: list[Array], x: Array, microbatch: Batch) -> Array:
         return head(arrays, x, microbatch).astype(jnp.float32)
@@ -201,7 +204,8 @@ def _seconds_of(run: Callable[[], Tree]) -> float:
     count = max(1, int(_SECONDS / (time.perf_counter() - start)))
     times = []
     for _ in range(_REPEATS):
-        start, out = time.perf_counter(), None
+        start = time.perf_counter()
+        out = None
         for _ in range(count):
             out = run()
         jax.block_until_ready(out)

@@ -122,10 +122,12 @@ class Dispatched:
 
     def _play(self, plan: ExecutionPlan, arrays: Sequence[Array]) -> dict[Name, Array]:
         """Plays a replica's plan on its shards of `arrays`: the results of `begin`, then the leaves of `shapes.outer`."""
-        head, last = self.ends[1], len(self.stages) - 1
+        head = self.ends[1]
+        last = len(self.stages) - 1
         first = len(arrays) - len(jax.tree.leaves(self.shapes.outer))
         params = [*(stage.params for stage in self.stages), [first + i for i in head.reads]]
-        ranks, order = [stage.rank for stage in (*self.stages, self.stages[-1])], list(self.pipeline.mesh.devices.flat)
+        ranks = [stage.rank for stage in (*self.stages, self.stages[-1])]
+        order = list(self.pipeline.mesh.devices.flat)
         positions = [order.index(device) for device in plan.flow.devices]
 
         def local(number: int, rank: int) -> Array:
@@ -159,8 +161,8 @@ class Dispatched:
 
     def collect(self, results: Results) -> StepResult:
         """Reduces the results of a call over all devices, under `jax.jit`. Gradients are sharded like the parameters."""
-        pipeline, data = self.pipeline, batch_axes(self.pipeline.mesh)
-        specs = pipeline.specs
+        pipeline = self.pipeline
+        data = batch_axes(pipeline.mesh)
 
         def local(results: Results[Array]) -> StepResult:
             layers = [chunk.unpack(arrays) for chunk, arrays in zip(self.chunks, results.layers, strict=True)]
@@ -172,7 +174,8 @@ class Dispatched:
                     sums[i] = sums[i] + gradient if i in sums else gradient
             outer = [sums.get(i, jnp.zeros(leaf.shape, jnp.float32)) for i, leaf in enumerate(leaves)]
             grads = StackedTree(jax.tree.map(lambda g: g[None], layers), structure.unflatten(outer))
-            count, after = pipeline.schedule.num_microbatches, []
+            count = pipeline.schedule.num_microbatches
+            after = []
             histories = pipeline.precision.finish(results.histories, data, pipeline.assignment)
             if results.carried:
                 total = jax.tree.map(lambda *chunks: jnp.stack(chunks), *results.carried)
@@ -181,14 +184,17 @@ class Dispatched:
             return *means, after, histories
 
         in_specs = jax.tree.map(lambda shape: shape.sharding.spec, self.results)
-        out_specs = (PartitionSpec(), specs, PartitionSpec(), PartitionSpec())
+        out_specs = (PartitionSpec(), pipeline.specs, PartitionSpec(), PartitionSpec())
         return jax.shard_map(local, mesh=pipeline.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(results)
 
     @cached_property
     def _results(self) -> Results[_Result]:
-        pipeline, mesh, flow = self.pipeline, self.pipeline.mesh, self.plans[0].flow
-        ranks, carried, precision = range(mesh.shape[Axis.PIPE]), pipeline.carried.layer, pipeline.precision
-        history = jax.eval_shape(partial(precision.state, pipeline.assignment.layers_per_stage))
+        pipeline = self.pipeline
+        mesh = pipeline.mesh
+        flow = self.plans[0].flow
+        ranks = range(mesh.shape[Axis.PIPE])
+        carried = pipeline.carried.layer
+        history = jax.eval_shape(partial(pipeline.precision.state, pipeline.assignment.layers_per_stage))
 
         def result(shards: Sequence[Name | None], axis: int | None = 0) -> _Result:
             aval = next(flow.avals[flow.results[name]] for name in shards if name is not None)
@@ -237,18 +243,20 @@ def dispatched(
     require(Axis.FSDP not in pipeline.mesh.axis_names, "engine", "dispatch", "program for a mesh with the axis fsdp")
     is_local = all(device.process_index == jax.process_index() for device in pipeline.mesh.devices.flat)
     require(is_local, "engine", "dispatch", "program for several processes")
-    model, mesh = pipeline.model, pipeline.mesh
+    model = pipeline.model
+    mesh = pipeline.mesh
     shapes: PipelineParams = jax.eval_shape(unpack, params)
     layers = [jax.eval_shape(pipeline.of_rank, chunk) for chunk in shapes.layers]
     chunks = tuple(chunk_layout(chunk, pipeline.precision.weights) for chunk in layers)
-    program, step = _begin(pipeline, chunks, unpack, key, shapes, batch), jax.ShapeDtypeStruct((), jnp.int32)
+    program = _begin(pipeline, chunks, unpack, key, shapes, batch)
+    step = jax.ShapeDtypeStruct((), jnp.int32)
     begun = _placed(pipeline, jax.eval_shape(program, params, carry, step, batch))
     microbatch = jax.tree.map(shard, begun.batch[0])
-    embed = End.of(model.embed, shapes.outer, lambda outer: outer, model.sharded, microbatch)
+    embed = End.trace(model.embed, shapes.outer, lambda outer: outer, model.sharded, microbatch)
     x = jax.eval_shape(embed, embed.shapes, microbatch)
-    head = End.of(model.head, shapes.outer, pipeline.cast, model.sharded, x, microbatch)
+    head = End.trace(model.head, shapes.outer, pipeline.cast, model.sharded, x, microbatch)
     stages = stages_of(pipeline, layers, embed, x, begun, jax.random.key_impl(key))
-    ends, batch_numbers = (embed, head), [jax.tree.leaves(numbers) for numbers in numbered(begun).batch]
+    batch_numbers = [jax.tree.leaves(numbers) for numbers in numbered(begun).batch]
     # Numbers of the leaves of `begun` that a stage or the loss reads. Unquantized parameters of FP8 matmuls are not read.
     read = {stage.params[place] for stage in stages for places in stage.shaped.reads.values() for place in places}
     read |= {i for numbers in (*batch_numbers, *(args for stage in stages for args in stage.extra)) for i in numbers}
@@ -264,9 +272,9 @@ def dispatched(
     check_identity(begin, held)
     by_rank = np.moveaxis(mesh.devices, mesh.axis_names.index(Axis.PIPE), -1).reshape(-1, mesh.shape[Axis.PIPE])
     zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), held), out_shardings=shardings)
-    plans = tuple(plan_of(pipeline, ends, stages, microbatch, devices, options) for devices in by_rank.tolist())
+    plans = tuple(plan_of(pipeline, (embed, head), stages, microbatch, devices, options) for devices in by_rank.tolist())
     buffers = {"begun": in_turn(zeros())}
-    return Dispatched(pipeline, shapes, chunks, ends, tuple(stages), batch_numbers, begin, report, plans, buffers)
+    return Dispatched(pipeline, shapes, chunks, (embed, head), tuple(stages), batch_numbers, begin, report, plans, buffers)
 
 
 def _begin(
@@ -278,10 +286,12 @@ def _begin(
     batch: Batch,
 ) -> Callable[[Arrays, Carry, Array, Batch], Begun[Array]]:
     """Makes `begin(params, carry, step, batch)`, the program before the schedule. `shapes` are those of the parameters."""
-    mesh, impl, count = pipeline.mesh, jax.random.key_impl(key), pipeline.schedule.num_microbatches
-    batch_spec, layers = batch_axes(mesh) or None, jax.eval_shape(pipeline.of_rank, shapes.layers[0])
+    mesh = pipeline.mesh
+    impl = jax.random.key_impl(key)
+    count = pipeline.schedule.num_microbatches
+    layers = jax.eval_shape(pipeline.of_rank, shapes.layers[0])
     extra = StageInputs(None, pipeline.carried.bits(len(layers)), jax.eval_shape(jnp.int32, 0))
-    keys = [jax.eval_shape(jax.random.key_data, key)] * pipeline.model.takes_key
+    keys = [jax.eval_shape(jax.random.key_data, key)] if pipeline.model.takes_key else []
     # Shapes of the arguments of the longest stage, without the embedding.
     args = ((layers, extra), *pipeline.inputs(batch), *keys)
     function = pipeline.stage(impl, len(layers))
@@ -291,7 +301,8 @@ def _begin(
             layers: list[list[Params]], states: list[Carried], history: Observed, batch_M: Batch, data: Array
         ) -> Begun[Array]:
             table_CN = pipeline.own(pipeline.assignment.layers())
-            parts, state = jax.tree.map(lambda leaf: leaf[0], layers), pipeline.precision.pick(history, table_CN)
+            parts = jax.tree.map(lambda leaf: leaf[0], layers)
+            state = pipeline.precision.pick(history, table_CN)
             weights = pipeline.precision.prepare(function, args, parts, state, [[]] * len(chunks), ())
             bits = pipeline.carried.pick(states, table_CN)
             begun = Begun(
@@ -313,14 +324,14 @@ def _begin(
 
         # The key is a constant of the program. That of a layer is folded by step, replica, microbatch and layer, as in the SPMD
         # engine.
-        whole, data = unpack(params), jax.random.key_data(jax.random.fold_in(key, step))
+        data = jax.random.key_data(jax.random.fold_in(key, step))
         states = pipeline.model.split_carried(carry.model) if jax.tree.leaves(carry.model) else []
-        of_layers, of_batch = pipeline.specs.layers, PartitionSpec(None, batch_spec)
-        in_specs = (of_layers, PartitionSpec(), PartitionSpec(), of_batch, PartitionSpec())
+        batch_spec = batch_axes(mesh) or None
+        in_specs = (pipeline.specs.layers, PartitionSpec(), PartitionSpec(), PartitionSpec(None, batch_spec), PartitionSpec())
         # A spec in place of a field holds for all its arrays.
         out_specs = Begun._make(PartitionSpec(batch_spec if name in _OF_BATCH else Axis.PIPE) for name in Begun._fields)
         run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return run(whole.layers, states, carry.observed, batch, data)
+        return run(unpack(params).layers, states, carry.observed, batch, data)
 
     return begin
 

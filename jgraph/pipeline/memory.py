@@ -18,7 +18,8 @@ from jgraph.types import Batch, Params, Tree
 
 def bytes_per_rank(pipeline: Pipeline, inputs: Batch) -> dict[str, int]:
     """Predicts the bytes of each rank by name in a step of the SPMD engine, besides parameters and optimizer state."""
-    slots, sizes = pipeline.tables().slots, slot_bytes(pipeline, inputs)
+    slots = pipeline.tables().slots
+    sizes = slot_bytes(pipeline, inputs)
     pools = {pool: slots[pool] * size for pool, size in sizes.items()}
     # `in flight`: results of an action before they are written to a pool
     pools["in flight"] = sum(sizes[pool] for pool in ("forward_dgrad", "forward_wgrad", "stash"))

@@ -104,7 +104,7 @@ class StageAssignment:
             )
 
     @classmethod
-    def of(cls, schedule: Schedule, num_layers: int) -> "StageAssignment":
+    def from_schedule(cls, schedule: Schedule, num_layers: int) -> "StageAssignment":
         if len(set(map(len, schedule.placement))) > 1:
             counts = ", ".join(str(len(stages)) for stages in schedule.placement)
             raise OrderError(f"the ranks have {counts} stages: must be the same number on every rank")

@@ -54,14 +54,14 @@ class Pipeline(Placement, StageFunctions):
     """Computes the loss and gradients of a step as one SPMD program over the mesh axes `data`, `fsdp` and `pipe`.
 
     A rank gathers the parameters of its stages over `fsdp` once per step, and reduce-scatters their gradients once. A data rank
-    is an index along `data` and `fsdp` together, with its own rows of a batch. Construct it with `Pipeline.of`.
+    is an index along `data` and `fsdp` together, with its own rows of a batch. Construct it with `Pipeline.build`.
     """
 
     schedule: Schedule  # has one rank per index along `pipe`
-    runtime: Runtime = "auto"  # `of` replaces `auto`
+    runtime: Runtime = "auto"  # `build` replaces `auto`
 
     @classmethod
-    def of(
+    def build(
         cls,
         model: PipelineModel,
         schedule: Schedule,
@@ -76,8 +76,9 @@ class Pipeline(Placement, StageFunctions):
             raise ConfigError(f"`pp` is {ranks}: must be the {schedule.num_ranks} ranks of the schedule", field="pp")
         # The explicit axes of `jax.make_mesh` would require the caller to shard the arguments.
         mesh = Mesh(mesh.devices, mesh.axis_names)
-        placed = place(model, schedule, mesh, given, fsdp or FSDPChoices())
-        pipeline = cls(**vars(placed), schedule=schedule, **choices)
+        fsdp = fsdp or FSDPChoices()
+        placed = place(model, schedule, mesh, given, fsdp)
+        pipeline = cls(**vars(placed), model=model, compute_dtype=fsdp.compute_dtype, schedule=schedule, **choices)
         if pipeline.runtime != "general":
             try:
                 _check_aligned(schedule)
@@ -101,7 +102,8 @@ class Pipeline(Placement, StageFunctions):
         observed: Observed = None,  # of all layers; None before the first step
     ) -> StepResult:
         """Computes a step on microbatches [M, B, ...], as a pure function under `jax.jit`."""
-        shards, impl = self.shards, None if key is None else jax.random.key_impl(key)
+        shards = self.shards
+        impl = None if key is None else jax.random.key_impl(key)
         trained = self.each(lambda param: param.is_trained)
         out_specs = (PartitionSpec(), only(trained, self.specs), PartitionSpec(), PartitionSpec())
         data = None if key is None else jax.random.key_data(key)
@@ -124,13 +126,14 @@ class Pipeline(Placement, StageFunctions):
         trained: StackedTree[bool],
         impl: Hashable,
     ) -> StepResult:
-        batch, layout = batch_axes(self.mesh), self.assignment
+        batch = batch_axes(self.mesh)
+        layout = self.assignment
         outer = gathered(shards.outer, params.outer)
         if key is not None and any(self.mesh.shape[axis] > 1 for axis in batch):
             key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=impl), lax.axis_index(batch)))
         table_CN = self.own(layout.layers())
         chunks, given = self._chunks(params.layers, carried, table_CN, shards.layers, has_key=key is not None)
-        function, head_outer = self.stage(impl, layout.layers_per_stage), self.cast(outer)
+        function = self.stage(impl, layout.layers_per_stage)
         first = jax.tree.map(lambda leaf: leaf[0], inputs)
         x = jax.eval_shape(self.model.embed, outer, first)
         context = jax.eval_shape(self.model.context_of, first)
@@ -140,7 +143,7 @@ class Pipeline(Placement, StageFunctions):
         weights = self.precision.prepare(function, args, chunks, states, shards.layers, over)
         stages = list(zip(given, states, weights, strict=True))
         split = split_backward(function, has_aux=True, recompute=self.recompute)
-        rank = StageExecutor(self.model, split, self.carried, outer, head_outer, stages, inputs, key, impl, trained)
+        rank = StageExecutor(self.model, split, self.carried, outer, self.cast(outer), stages, inputs, key, impl, trained)
         runtime = RankRuntime(rank, self.tables(), layout.num_stages)
         state = play_aligned(runtime) if self.runtime == "aligned" else play_general(runtime)
         count = self.schedule.num_microbatches
@@ -161,10 +164,12 @@ class Pipeline(Placement, StageFunctions):
     ) -> tuple[list[list[Params]], list[Given]]:
         """Returns for each chunk the `fsdp` shards of its parameters, and the gathered ones with the other inputs."""
         layout = self.assignment
-        chunks, given = jax.tree.map(lambda leaf: leaf[0], layers), []
+        chunks = jax.tree.map(lambda leaf: leaf[0], layers)
+        given = []
         states = self.carried.pick(carried, table_CN) if carried else {}
         for c, own in enumerate(chunks):
-            bits, active = jax.tree.map(lambda leaf, c=c: leaf[c], states), None
+            bits = jax.tree.map(lambda leaf, c=c: leaf[c], states)
+            active = None
             if not layout.is_even:
                 active = self.own(layout.active()[:, c, -1])
                 # Padding computes with the parameters of the stage's first layer. With zeros, a derivative may be NaN, and a
@@ -184,8 +189,8 @@ class Pipeline(Placement, StageFunctions):
             ranks = self.mesh.shape[Axis.FSDP]
             grads = jax.tree.map(lambda shard, g: None if g is None else shard.scatter(g) / ranks, shards, grads)
         # Divided last, because amax histories and attached losses of layers need the unscaled loss of a microbatch.
-        data, count = tuple(axis for axis in batch if axis != Axis.FSDP), self.schedule.num_microbatches
-        grads = jax.tree.map(lambda g: lax.pmean(g, data) / count, grads)
+        data = tuple(axis for axis in batch if axis != Axis.FSDP)
+        grads = jax.tree.map(lambda g: lax.pmean(g, data) / self.schedule.num_microbatches, grads)
         return grads._replace(layers=jax.tree.map(lambda g: g[None], grads.layers))
 
     def own(self, table: np.ndarray) -> Array:
@@ -198,6 +203,12 @@ class Pipeline(Placement, StageFunctions):
 
     def tables(self) -> ScheduleTables:
         return tabulate(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
+
+    @property
+    def shards(self) -> StackedTree[Shard]:
+        """The `Shard` of every parameter over `fsdp`, without the axis of ranks. Only copies of layers are cast."""
+        layers = self.each(lambda param: Shard.of(param, lead=1, compute_dtype=self.compute_dtype)).layers
+        return StackedTree(layers, self.each(Shard.of).outer)
 
     # --- Shapes ---
 

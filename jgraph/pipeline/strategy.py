@@ -104,8 +104,8 @@ class Pipelined(FSDPChoices):
         """
         _checked(objective.loss)
         if objective.num_microbatches != self.schedule.num_microbatches:
-            found, must = objective.num_microbatches, f"{self.schedule.num_microbatches}, as in the schedule"
-            raise ConfigError(f"`num_microbatches` is {found}: must be {must}", field="num_microbatches")
+            must = f"must be {self.schedule.num_microbatches}, as in the schedule"
+            raise ConfigError(f"`num_microbatches` is {objective.num_microbatches}: {must}", field="num_microbatches")
         if objective.grads_dtype != jnp.float32:
             raise ConfigError(f"`grads_dtype` is {objective.grads_dtype}: must be float32 with Pipelined", field="grads_dtype")
         check_choice("engine", self.engine, get_args(Engine))
@@ -116,8 +116,8 @@ class Pipelined(FSDPChoices):
         pipeline, products = self.pipeline(objective)
         # Sharded parameters are not packed, because a pack would have to be gathered before it is unpacked.
         packs = alone() if Axis.FSDP in self.mesh.axis_names else packed()
-        layout, packing = pipeline.layout.then(packs), packs(pipeline.layout.params)
-        return BoundPipeline(objective, pipeline, products, layout, packing, self.engine)
+        packing = packs(pipeline.layout.params)
+        return BoundPipeline(objective, pipeline, products, pipeline.layout.then(packs), packing, self.engine)
 
     def pipeline(self, objective: Objective) -> tuple[Pipeline, tuple[Product, ...]]:
         """Builds the SPMD program of the schedule for an objective. Traces the model on shapes, and compiles nothing.
@@ -136,21 +136,21 @@ class Pipelined(FSDPChoices):
             OrderError: If the model has fewer layers than the schedule has stages, or ranks have different numbers of stages.
             ShapeError: If the step is in FP8 and the batch cannot be divided among microbatches and data ranks.
         """
-        shapes, model = self.shapes, self._reducing(_checked(objective.loss))
-        num_layers = len(jax.eval_shape(model.split, shapes)[1])
-        carried = LayerState.of(model, objective.carried, objective.reductions, num_layers)
+        model = self._reducing(_checked(objective.loss))
+        num_layers = len(jax.eval_shape(model.split, self.shapes)[1])
+        carried = LayerState.from_model(model, objective.carried, objective.reductions, num_layers)
         choices: PipelineChoices = {"remat": self.remat, "carried": carried}
-        pipeline, products = Pipeline.of(model, self.schedule, self.mesh, objective.layout, self, **choices), ()
-        if objective.fp8 is not None:
-            BatchLayout(self.mesh, objective.num_microbatches).microbatch(objective.batch)  # raises ShapeError
-            batch_M = jax.eval_shape(partial(by_microbatch, num_microbatches=objective.num_microbatches), objective.batch)
-            x, *context = pipeline.inputs(batch_M)
-            args = (x, tuple(context), *objective.loss_args)
-            # The head returns the mean over a microbatch on a data rank.
-            num_losses = objective.num_microbatches * num_data_ranks(self.mesh)
-            whole = FP8Function(pipeline.layers, objective.fp8, num_losses, "loss").plan(shapes, *args)
-            pipeline, products = pipeline.with_precision(shapes, whole, args), whole.products
-        return pipeline, products
+        pipeline = Pipeline.build(model, self.schedule, self.mesh, objective.layout, self, **choices)
+        if objective.fp8 is None:
+            return pipeline, ()
+        BatchLayout(self.mesh, objective.num_microbatches).microbatch(objective.batch)  # raises ShapeError
+        batch_M = jax.eval_shape(partial(by_microbatch, num_microbatches=objective.num_microbatches), objective.batch)
+        x, *context = pipeline.inputs(batch_M)
+        args = (x, tuple(context), *objective.loss_args)
+        # The head returns the mean over a microbatch on a data rank.
+        num_losses = objective.num_microbatches * num_data_ranks(self.mesh)
+        whole = FP8Function(pipeline.layers, objective.fp8, num_losses, "loss").plan(self.shapes, *args)
+        return pipeline.with_precision(self.shapes, whole, args), whole.products
 
     def _reducing(self, model: PipelineModel) -> PipelineModel:
         """Allows the functions of a model to reduce over batch axes, except in executables for one of several replicas."""
@@ -245,7 +245,8 @@ class _Reports(Reports):
 
     def predict_memory(self, batch: Batch) -> Pools:
         """Predicts the memory of a rank of the SPMD engine."""
-        pipeline, count = self.bound.pipeline, self.bound.objective.num_microbatches
+        pipeline = self.bound.pipeline
+        count = self.bound.objective.num_microbatches
         batch_M = jax.eval_shape(partial(by_microbatch, num_microbatches=count), batch)
         is_partitioned = any(pipeline.mesh.shape.get(axis, 1) > 1 for axis in PARTITIONED_AXES)
         return Pools(bytes_per_rank(pipeline, batch_M), "some" if is_partitioned else "whole")
@@ -254,13 +255,14 @@ class _Reports(Reports):
         self, batch: Batch, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
     ) -> list[str]:
         """Describes the schedule and its memory in a line, and FP8 matmuls in another."""
-        pipeline, fp8 = self.bound.pipeline, self.bound.objective.fp8
-        schedule, chunks = pipeline.schedule, pipeline.assignment.num_chunks
+        pipeline = self.bound.pipeline
+        schedule = pipeline.schedule
+        fp8 = self.bound.objective.fp8
         player = str(gradients) if gradients.executables else f"{pipeline.runtime} runtime"
         idle = simulate(schedule, Costs(), execution="lockstep").bubble
         line = (
-            f"pipeline: {schedule.name} ({player}), {schedule.num_ranks} ranks x "
-            f"{chunks} chunks, {schedule.num_ticks} ticks, {idle:.1%} idle if all actions take the same time"
+            f"pipeline: {schedule.name} ({player}), {schedule.num_ranks} ranks x {pipeline.assignment.num_chunks} chunks, "
+            f"{schedule.num_ticks} ticks, {idle:.1%} idle if all actions take the same time"
         )
         if memory is not None:
             predicted = sum(self.predict_memory(batch).sizes.values())
@@ -271,7 +273,8 @@ class _Reports(Reports):
 
     def profile_facts(self) -> dict[str, Json]:
         """Returns the schedule, and the device of each rank of the first replica as a trace names it."""
-        pipeline, schedule = self.bound.pipeline, self.bound.pipeline.schedule
+        pipeline = self.bound.pipeline
+        schedule = pipeline.schedule
         ranks = pipeline.mesh.devices[0].reshape(schedule.num_ranks, -1)[:, 0]
         devices = [device.local_hardware_id or 0 if device.platform == "gpu" else device.id for device in ranks]
         return {"pipeline": {"runtime": pipeline.runtime, "schedule": files.to_json(schedule), "devices": devices}}

@@ -41,7 +41,7 @@ class DataParallel:
     reshard_after_forward: bool = False
 
     @classmethod
-    def of(
+    def bind(
         cls, mesh: Mesh | None, objective: Objective, choices: FSDPChoices | None = None, *, reshard_after_forward: bool = False
     ) -> Self:
         """Binds a loss function. With FP8, traces the loss to find the matmuls. Without choices, replicates all arrays."""
@@ -50,13 +50,14 @@ class DataParallel:
         batches = BatchLayout(mesh, objective.num_microbatches)
         loss = _step_loss(objective, fn, batches, is_sharded=choices is not None)
         if choices is None:
-            layout, packing = objective.layout.then(packed()), packed()(objective.layout.params)
-            return cls(objective, batches, loss, packing, layout, {})
+            packing = packed()(objective.layout.params)
+            return cls(objective, batches, loss, packing, objective.layout.then(packed()), {})
         assert mesh is not None, "a sharded strategy has a mesh"
         ranks = mesh.shape[Axis.FSDP]
         # Weights in FP8 are quantized before they are gathered, so they have arrays of their own.
         chosen = objective.layout.then(wanted(choices, ranks)).then(alone(loss.weights))
-        layout, packing = chosen.then(packed()).then(sharded(ranks)), packed()(chosen.params)
+        packing = packed()(chosen.params)
+        layout = chosen.then(packed()).then(sharded(ranks))
         shards = {name: Shard.of(param, compute_dtype=choices.compute_dtype) for name, param in layout.params.items()}
         return cls(objective, batches, loss, packing, layout, shards, reshard_after_forward)
 
@@ -94,7 +95,9 @@ class DataParallel:
 
     def _on_device(self, params: Arrays, batch: Batch, key: Key, carry: Carry) -> tuple[Loss, Arrays]:
         """Computes the sums and gradients on one device, and reduces them over the data ranks."""
-        objective, num_microbatches, mesh = self.objective, self.objective.num_microbatches, self.batches.mesh
+        objective = self.objective
+        num_microbatches = objective.num_microbatches
+        mesh = self.batches.mesh
         axes, devices = ((), 1) if mesh is None else (batch_axes(mesh), num_data_ranks(mesh))
         if axes:
             key = jax.random.fold_in(key, jax.lax.axis_index(axes))
@@ -133,7 +136,8 @@ class DataParallel:
 
     def _differentiated(self, loss: LossFunction) -> Callable[[Arrays, Observed, Batch, Key], tuple[Loss, Arrays, Observed]]:
         """Returns a function that computes the sums, gradients and observed state of a microbatch."""
-        sums_dtype, fp8 = self.objective.grads_dtype, self.objective.fp8
+        sums_dtype = self.objective.grads_dtype
+        fp8 = self.objective.fp8
         trained = list(self.layout.trained.params)
         in_fp8 = self.loss.weights if fp8 is not None and not fp8.calibrates else ()
 
@@ -146,12 +150,12 @@ class DataParallel:
             return shards
 
         def differentiate(params: Arrays, observed: Observed, batch: Batch, key: Key) -> tuple[Loss, Arrays, Observed]:
-            def of(arrays: Arrays, observed: Observed) -> tuple[Array, Loss]:
+            def sums_of(arrays: Arrays, observed: Observed) -> tuple[Array, Loss]:
                 return summed(loss)(self._tree(arrays), observed, batch, key)
 
             if self.shards:
                 return sharding.value_and_grads(
-                    of,
+                    sums_of,
                     params,
                     trained,
                     widened(params),
@@ -164,7 +168,7 @@ class DataParallel:
                 )
 
             def of_trained(arrays: Arrays, observed: Observed) -> tuple[Array, Loss]:
-                return of(params | arrays, observed)
+                return sums_of(params | arrays, observed)
 
             differentiated = jax.value_and_grad(of_trained, argnums=(0, 1), has_aux=True)
             (_, sums), (grads, after) = differentiated({name: params[name] for name in trained}, observed)

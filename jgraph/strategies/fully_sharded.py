@@ -74,4 +74,4 @@ class FullySharded(FSDPChoices):
                 and the loss has no matmul that can be in FP8.
             ShapeError: If `fp8` is set, and microbatches and data ranks cannot share the rows of `batch` in the objective.
         """
-        return DataParallel.of(self.mesh, objective, self, reshard_after_forward=self.reshard_after_forward)
+        return DataParallel.bind(self.mesh, objective, self, reshard_after_forward=self.reshard_after_forward)

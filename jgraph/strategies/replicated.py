@@ -49,4 +49,4 @@ class Replicated:
                 them, or `fp8` is set and the loss has no matmul that can be in FP8.
             ShapeError: If `fp8` is set, and microbatches and data ranks cannot share the rows of `batch` in the objective.
         """
-        return DataParallel.of(self.mesh, objective)
+        return DataParallel.bind(self.mesh, objective)

@@ -113,7 +113,7 @@ def mesh(P: int, dp: int = 1) -> Mesh:
 
 
 def pipeline(schedule: Schedule, L: int, *, dp: int = 1, parts: PipelineModel = PARTS, **choices: Any) -> Pipeline:
-    return Pipeline.of(parts, schedule, mesh(schedule.num_ranks, dp), named(params(L)), **choices)
+    return Pipeline.build(parts, schedule, mesh(schedule.num_ranks, dp), named(params(L)), **choices)
 
 
 def placed(pipe: Pipeline, outer: Tree, layers: Sequence[Tree]) -> Tree:

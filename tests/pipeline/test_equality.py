@@ -157,5 +157,5 @@ def test_layers_with_experts_have_the_gradients_of_one_device(name, runtime, rem
     given = model.params(2)[0], [grouped_params(seed=3 * i, width=model.D) for i in range(2)]
     parts = PipelineModel(model.embed, routed_layer, model.head)
     choices = {"runtime": runtime, "remat": remat}
-    pipe = Pipeline.of(parts, generate(name, pp=2, microbatches=3), model.mesh(2), named(given), **choices)
+    pipe = Pipeline.build(parts, generate(name, pp=2, microbatches=3), model.mesh(2), named(given), **choices)
     model.assert_same(model.run_pipeline(pipe, given=given), model.one_device(*given, model.batch(3), loss=routed_loss))

@@ -55,7 +55,7 @@ def test_a_pipeline_casts_the_parameters_that_other_strategies_cast():
     parts = PipelineModel(model.embed, lambda p, x: x, model.head)
     choices = FSDPChoices(compute_dtype=jnp.bfloat16)
     schedule = generate("1f1b", pp=2, microbatches=2)
-    pipe = Pipeline.of(parts, schedule, model.mesh(2), named((model.params(2)[0], layers)), fsdp=choices)
+    pipe = Pipeline.build(parts, schedule, model.mesh(2), named((model.params(2)[0], layers)), fsdp=choices)
     (given, _), _, _ = pipe.stage_shapes(jax.eval_shape(lambda: layers[:1]))
     assert {name: leaf.dtype for name, leaf in given[0].items()} == {
         "kernel": jnp.bfloat16,
@@ -83,7 +83,7 @@ def test_a_head_sharded_over_ranks_has_the_gradients_of_one_device():
     def head(outer, y, labels, axis="pipe"):
         return jgraph.cross_entropy(y, outer, labels, axis=axis)
 
-    end = End.of(head, jax.typeof(w), lambda outer: outer, {"": 1}, y, labels)
+    end = End.trace(head, jax.typeof(w), lambda outer: outer, {"": 1}, y, labels)
     found = jax.jit(jax.value_and_grad(lambda w, y: end([w], y, labels), argnums=(0, 1)))(w, y)
     expected = jax.value_and_grad(partial(head, axis=None), argnums=(0, 1))(w, y, labels)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
@@ -139,7 +139,7 @@ def test_ranks_with_different_numbers_of_stages_are_refused():
 
 def test_a_mesh_with_another_number_of_ranks_is_refused():
     with pytest.raises(ConfigError, match="`pp` is 2: must be the 4 ranks of the schedule") as caught:
-        Pipeline.of(model.PARTS, generate("1f1b", pp=4, microbatches=4), model.mesh(2), named(model.params(4)))
+        Pipeline.build(model.PARTS, generate("1f1b", pp=4, microbatches=4), model.mesh(2), named(model.params(4)))
     assert caught.value.field == "pp"
 
 
@@ -178,5 +178,5 @@ def test_an_unknown_sharded_parameter_is_refused():
 def test_a_mesh_from_jax_make_mesh_is_accepted():
     schedule = generate("1f1b", pp=2, microbatches=2)
     mesh = jax.make_mesh((1, 2), ("data", "pipe"), devices=jax.devices()[:2])
-    pipe = Pipeline.of(model.PARTS, schedule, mesh, named(model.params(2)))
+    pipe = Pipeline.build(model.PARTS, schedule, mesh, named(model.params(2)))
     model.assert_same(model.run_pipeline(pipe), model.expected(2, 2))

@@ -66,7 +66,7 @@ def test_a_pipeline_uses_at_most_the_predicted_memory(h200, name):
 def pipeline_for_h200(parts: PipelineModel, name: str, params) -> Pipeline:
     """Returns a pipeline for two GPUs that need not be present."""
     mesh = Mesh(np.array(aot.devices(2)).reshape(1, 2), ("data", "pipe"))
-    return Pipeline.of(parts, generate(name, pp=2, microbatches=4), mesh, named(params))
+    return Pipeline.build(parts, generate(name, pp=2, microbatches=4), mesh, named(params))
 
 
 def compile_pipeline(pipe: Pipeline, inputs) -> jax.stages.Compiled:

@@ -35,7 +35,7 @@ def as_run(schedule, starts, ends):
 
 def schedule_of(name, P, M, chunks, runtime):
     schedule = generate(name, pp=P, microbatches=M, chunks=chunks)
-    return schedule.newest_first() if runtime == "aligned" else schedule  # as `Pipeline.of` does
+    return schedule.newest_first() if runtime == "aligned" else schedule  # as `Pipeline.build` does
 
 
 def run_of(schedule, runtime):
