@@ -19,7 +19,7 @@ from jgraph_models.hugging_face import HUGGING_FACE  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.interop.test_interop import UNCHANGED  # noqa: E402
 from tests.parity import folders  # noqa: E402
-from tests.parity.test_hugging_face import TOKENS, load_folder  # noqa: E402
+from tests.parity.test_hugging_face import TOKENS, read_model  # noqa: E402
 from tests.train.test_distributed import finish, start_two  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -49,7 +49,7 @@ def assert_same_config(ours, theirs):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_import_and_export_of_a_folder_preserve_every_bit(kind, dtype, tmp_path):
     theirs = folders.save(kind, tmp_path / "theirs", DTYPES[dtype])
-    config, parts, params = load_folder(theirs)
+    config, parts, params = read_model(theirs)
     arrays = dict(zip(leaf_names(params), map(np.asarray, jax.tree.leaves(params)), strict=True))
     base = json.loads((theirs / "config.json").read_text())
     write(tmp_path / "ours", HUGGING_FACE.config(config, base), parts, arrays.__getitem__, dtype=dtype)
