@@ -13,20 +13,15 @@ _T = TypeVar("_T")
 
 
 def check_devices() -> None:
-    """Starts JAX's default backend. Several CPU devices then run the collectives of a program in one order.
-
-    XLA's default scheduler for CPUs lets each device choose the order of collectives that do not depend on each other. Devices
-    that wait in different collectives can wait forever. The flag works in XLA_FLAGS, which XLA reads once, and not as an option
-    of one program. Each device keeps a thread while it waits in a collective, so XLA's CPU client gets four threads per device,
-    unless the environment variable NPROC is set.
-
-    Raises:
-        ConfigError: If the platforms in JAX_PLATFORMS have no device on this machine, e.g. `cuda` without a GPU.
-    """
+    """Starts JAX's default backend, with one order of collectives on CPU devices. Raises ConfigError if it has no device."""
     flags = os.environ.get("XLA_FLAGS", "")
     count = getattr(jax.config, "jax_num_cpu_devices", 1)
     if count > 1:
+        # A device keeps a thread of XLA's CPU client while it waits in a collective, so the client gets four per device.
         os.environ.setdefault("NPROC", cpu_threads(count))
+    # XLA's default scheduler for CPUs lets each device choose the order of collectives that do not depend on each other.
+    # Devices that wait in different collectives can wait forever. The flag works in XLA_FLAGS, which XLA reads once, and not
+    # as an option of one program.
     if (count > 1 or "host_platform_device_count" in flags) and not _is_started():
         os.environ["XLA_FLAGS"] = ordered(flags)
     try:
@@ -58,21 +53,12 @@ def _is_started() -> bool:
 
 
 def in_turn(results: _T) -> _T:
-    """Returns its argument unchanged. Waits until the arrays in it are computed if they are on several CPU devices.
+    """Waits for the results of a program on several CPU devices before the next program is dispatched. Returns `results`.
 
-    Call it with the results of a jitted function before the next program is dispatched.
-
-    All CPU devices of JAX share one thread pool. A device that waits for the others in a collective keeps its thread. Two
-    programs at once can therefore deadlock: all threads wait for devices that get no thread. On GPUs, programs run one after
-    the other, so this function does not wait.
-
-    Args:
-        results: A pytree of `jax.Array`. The first leaf determines the devices.
-
-    Returns:
-        `results`, without a copy. It returns without waiting if there are no leaves, or the arrays are on GPUs or on one CPU
-        device.
+    The first leaf of the pytree determines the devices. Does not wait for arrays on GPUs or on one CPU device.
     """
+    # All CPU devices of JAX share one thread pool, and a device that waits in a collective keeps its thread. Two programs at
+    # once can therefore deadlock: all threads wait for devices that get no thread. On GPUs, programs run one after the other.
     leaf = next(iter(jax.tree.leaves(results)), None)
     if leaf is not None and len(devices := leaf.devices()) > 1 and next(iter(devices)).platform == "cpu":
         jax.block_until_ready(results)

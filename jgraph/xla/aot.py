@@ -45,22 +45,7 @@ GPUS = tuple(device.aot for device in DEVICES if device.aot)
 
 
 def devices(count: int = 1, *, gpu: str = "h200", directory: Path | None = None) -> list[JaxDevice]:
-    """Returns compile-only GPUs of one host. `jax.devices()` does not change.
-
-    The first call loads NVIDIA's PJRT plugin into the process, and sets the environment variable MOSAIC_GPU_RUNTIME_LIB_PATH if
-    it is unset.
-
-    Args:
-        count: The number of GPUs, at least 1. Calls with the same arguments return the same devices.
-        gpu: Model of GPU: `h200`, `h100` or `b200`.
-        directory: The directory that was passed to `install`. None: the packages of the Python environment, then the cache.
-
-    Returns:
-        `count` instances of `jax.Device`, for meshes and shardings. They cannot hold arrays.
-
-    Raises:
-        TargetError: If the GPU is unknown, NVIDIA's PJRT plugin is not installed, or it does not match this jaxlib.
-    """
+    """Returns compile-only GPUs of one host, for meshes and shardings. They hold no arrays; `jax.devices()` lacks them."""
     if gpu not in GPUS:
         raise TargetError(f"no GPU is described as {gpu!r}: take one of {', '.join(GPUS)}", field="gpu")
     library = find_library(directory)
@@ -78,24 +63,7 @@ def compile_for(
     gpu: str = "h200",
     compiler_options: Mapping[str, OptionValue] | None = None,
 ) -> tuple[jax.stages.Compiled, CaptureReport]:
-    """Compiles a jitted function for a GPU that is not present. Does not run the function.
-
-    Args:
-        jitted: The result of `jax.jit`.
-        args: The positional arguments of `jitted`: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`, and static arguments.
-            Only the shapes and dtypes of arrays are used. A ShapeDtypeStruct with a sharding keeps it. All other arrays are
-            compiled for one GPU.
-        gpu: Model of GPU: `h200`, `h100` or `b200`.
-        compiler_options: XLA options by name, from `jgraph.compiler_options`. None for XLA's defaults.
-
-    Returns:
-        The compiled program, which cannot be called here, and the report of its command buffers.
-
-    Raises:
-        CompilerOptionError: If XLA refuses an option.
-        TargetError: If the GPU is unknown, its compiler is not installed or does not match this jaxlib, compiling the program
-            needs a GPU, or XLA writes no dump of its thunks because XLA_FLAGS disables it.
-    """
+    """Compiles a jitted function for a GPU that is not present. The program cannot be called here."""
     return compile_lowered(lower(jitted, args, gpu=gpu)[1], compiler_options or {})
 
 
@@ -111,10 +79,7 @@ def lower(
 
 
 def moved(args: _Args, *, gpu: str = "h200") -> _Args:
-    """Replaces arrays that are committed to present devices by shapes, with a sharding over as many GPUs if they are on a mesh.
-
-    Other leaves, of any type, are the same objects. Returns `args` itself if no array is committed.
-    """
+    """Replaces arrays that are committed to present devices by shapes, sharded over as many GPUs if they are on a mesh."""
 
     def is_committed(leaf: Any) -> TypeGuard[jax.Array]:
         return isinstance(leaf, jax.Array) and leaf.committed
@@ -151,8 +116,7 @@ def released(
 ) -> tuple[jax.stages.Wrapped, Sequence[jax.ShapeDtypeStruct]]:
     """Releases a program that names one present device in its shardings, so that `lower` can lower it for another.
 
-    Shardings on a mesh of present devices, of `jax.jit` or in the function, choose the device. `jax.export` drops them. Returns
-    a function with the same donated arguments and no static ones, and their shapes. Raises TargetError for several devices.
+    Returns a function with the same donated arguments and no static ones, and the shapes of its arguments.
     """
     # A mesh from `jax.set_mesh` must be that of the shardings.
     with _needs_no_gpu() if jax.sharding.get_mesh().axis_names else lowering_for(gpu):
@@ -161,6 +125,7 @@ def released(
         # Kernels of Pallas are custom calls without guarantees, which only matter for a program that is stored.
         calls = set(re.findall(r"custom_call @([\w.$]+)", traced.lower(lowering_platforms=("cuda",)).as_text()))
         checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in calls]
+        # Shardings on a mesh of present devices, of `jax.jit` or in the function, choose the device. `jax.export` drops them.
         exported = jax.export.export(jitted, platforms=["cuda"], disabled_checks=checks)(*args)
     if exported.nr_devices > 1:
         raise TargetError(
@@ -179,20 +144,7 @@ def released(
 def compile_lowered(
     lowered: jax.stages.Lowered, compiler_options: Mapping[str, OptionValue]
 ) -> tuple[jax.stages.Compiled, CaptureReport]:
-    """Compiles a program for a GPU that is not present.
-
-    Args:
-        lowered: The program, from `lower`, or lowered inside `lowering_for`.
-        compiler_options: XLA options by name, from `jgraph.compiler_options`.
-
-    Returns:
-        The compiled program, which cannot be called here, and the report of its command buffers.
-
-    Raises:
-        CompilerOptionError: If XLA refuses an option.
-        TargetError: If compiling the program needs a GPU, the program is for present devices, or XLA writes no dump of its
-            thunks because XLA_FLAGS disables it.
-    """
+    """Compiles a program from `lower`, or lowered inside `lowering_for`. It cannot be called here."""
     with _needs_no_gpu(), without_warning(UNREADABLE):
         compiled, report = compile_and_report(lowered, compiler_options, platform="gpu")
     used = {device for sharding in jax.tree.leaves(compiled.input_shardings) for device in sharding.device_set}
@@ -205,27 +157,13 @@ def compile_lowered(
 
 @contextlib.contextmanager
 def lowering_for(gpu: str) -> Iterator[None]:
-    """Makes JAX trace and lower for a GPU that is not present, inside a `with` block.
-
-    Call `.trace(...)` and `.lower(...)` of the jitted function in the block, with arguments from `moved`. The block sets
-    the abstract device of the current mesh to this GPU, which selects the Pallas kernels. It keeps the axes of the mesh. A
-    mesh of present devices, from `jax.set_mesh`, becomes one of as many of these GPUs.
-
-    Args:
-        gpu: Model of GPU: `h200`, `h100` or `b200`.
-
-    Yields:
-        None, once.
-
-    Raises:
-        TargetError: If the GPU is unknown, its compiler is not installed or does not match this jaxlib, or the block raises a
-            RuntimeError because lowering needs a GPU.
-    """
+    """Makes JAX trace and lower for a GPU that is not present, inside a `with` block. Pass arguments from `moved`."""
     concrete, mesh = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
-    if concrete.axis_names:
+    if concrete.axis_names:  # from `jax.set_mesh`
         with _needs_no_gpu(), jax.set_mesh(_mesh_of(concrete, gpu)):
             yield
         return
+    # The abstract device of the current mesh selects the Pallas kernels.
     device = jax.sharding.AbstractDevice(devices(gpu=gpu)[0].device_kind, None, "cuda")
     mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)
     with _needs_no_gpu(), jax.sharding.use_abstract_mesh(mesh):
@@ -245,45 +183,19 @@ def _needs_no_gpu() -> Iterator[None]:
 
 
 def cache_directory() -> Path:
-    """Returns the default directory to install to, one for each jaxlib version: `~/.cache/jgraph/target/jax-VERSION`.
-
-    $XDG_CACHE_HOME replaces `~/.cache`. Does not create the directory.
-    """
+    """Returns the default directory of `install`, e.g. `~/.cache/jgraph/target/jax-0.11.2`. Does not create it."""
     return user_cache() / "target" / f"jax-{version()}"
 
 
 def find_library(directory: Path | None = None) -> Path | None:
-    """Finds the shared library of NVIDIA's PJRT plugin, `xla_cuda_plugin.so`. Does not load it.
-
-    Args:
-        directory: The directory that was passed to `install`, the only place to search. None: the directories of `sys.path`,
-            then `cache_directory()`.
-
-    Returns:
-        The path of the file. None if it is not found.
-    """
+    """Finds NVIDIA's PJRT plugin: only in `directory` if given, otherwise on `sys.path` and then in `cache_directory()`."""
     places = [directory] if directory else [*map(Path, sys.path), cache_directory()]
     found = (place / "jax_plugins" / name / _LIBRARY for place in places for name in ("xla_cuda13", "xla_cuda12"))
     return next((library for library in found if library.is_file()), None)
 
 
 def install(directory: Path | None = None) -> Path:
-    """Installs NVIDIA's PJRT plugin and the library of Pallas Mosaic for the installed jaxlib, unless the plugin is found.
-
-    Runs `pip install --target` with a download of 133 MB. Several processes may call it at once. If it fails, it leaves no
-    files.
-
-    Args:
-        directory: An absent or empty directory, which is created with its parents. None: `cache_directory()`, and nothing is
-            installed if the plugin is in the Python environment.
-
-    Returns:
-        The path of the plugin's shared library, `xla_cuda_plugin.so`.
-
-    Raises:
-        TargetError: If the machine does not run Linux on x86-64 or arm64, pip fails, or the directory contains other files.
-        ConfigError: If the parent of the directory cannot be created or written.
-    """
+    """Installs NVIDIA's PJRT plugin and the library of Pallas Mosaic for the installed jaxlib, unless the plugin is found."""
     if library := find_library(directory):
         return library
     if (sys.platform, platform.machine()) not in (("linux", "x86_64"), ("linux", "aarch64")):
@@ -291,7 +203,7 @@ def install(directory: Path | None = None) -> Path:
     final = directory or cache_directory()
     with os_errors("directory", final):
         final.parent.mkdir(parents=True, exist_ok=True)
-        # In the same directory, so that the rename is atomic.
+        # In the same directory, so that the rename is atomic: several processes may install, and a failure leaves no files.
         created = tempfile.TemporaryDirectory(prefix=f".{final.name}-", dir=final.parent)
     with created as scratch:
         new = Path(scratch) / "plugin"
@@ -311,14 +223,12 @@ def install(directory: Path | None = None) -> Path:
 
 @functools.cache
 def _compile_only_devices(library: str, gpu: str, count: int) -> tuple[JaxDevice, ...]:
-    """Returns compile-only devices for the description in GPU.textproto, from the plugin `library`.
-
-    The public `jax.experimental.topologies.get_topology_desc` takes the plugin from JAX's registry, where it becomes a backend
-    that the next `jax.devices()` tries to start. Therefore this function and the next use private functions of jaxlib.
-    """
+    """Returns compile-only devices for the description in GPU.textproto, from the plugin `library`."""
     from jaxlib import xla_client
 
     description = importlib.resources.files("jgraph.xla").joinpath(f"{gpu}.textproto").read_text()
+    # The public `jax.experimental.topologies.get_topology_desc` takes the plugin from JAX's registry, where it becomes a
+    # backend that the next `jax.devices()` tries to start. Therefore this function and the next use private ones of jaxlib.
     try:
         api = _load_plugin(library)
         topology = xla_client.make_c_api_device_topology(api, "", target_config=description, topology=f"1x1x{count}")

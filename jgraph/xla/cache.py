@@ -30,17 +30,11 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 @dataclass
 class Compiles:
-    """Counts of the programs that JAX compiled or loaded. `str` formats them as one line for the log.
+    """Counts of the programs that JAX compiled or loaded. `str` formats them as one line for the log."""
 
-    Attributes:
-        programs: The number of programs that were compiled or loaded from JAX's compilation cache.
-        hits: The number of programs loaded from the cache.
-        seconds: Time in seconds to compile and load all of them, summed over threads.
-    """
-
-    programs: int = 0
-    hits: int = 0
-    seconds: float = 0.0
+    programs: int = 0  # compiled, or loaded from JAX's compilation cache
+    hits: int = 0  # loaded from the cache
+    seconds: float = 0.0  # to compile and load all of them, summed over threads
 
     def __str__(self) -> str:
         return (
@@ -55,26 +49,12 @@ def user_cache() -> Path:
 
 
 def enable(directory: Path | None = None, *, field: str = "directory") -> str:
-    """Enables JAX's persistent compilation cache in this process, for programs of every size and compilation time.
-
-    Creates the directory, readable by this user only, and changes `jax.config`.
-
-    Args:
-        directory: Directory for compiled programs. Anybody who can write there can run code in every process that reads it.
-            None: `jax.config.jax_compilation_cache_dir` if set (a path or URL), otherwise `~/.cache/jgraph/compiled`, with
-            $XDG_CACHE_HOME in place of `~/.cache` if set.
-        field: The name of the caller's argument that contains the directory, for the error.
-
-    Returns:
-        The absolute path or the URL of the cache.
-
-    Raises:
-        ConfigError: If the directory cannot be created or written. The directory of a URL is not checked.
-    """
+    """Enables JAX's persistent compilation cache for programs of every size. Returns its absolute path or URL."""
     place = str(directory or _CONFIG.jax_compilation_cache_dir or user_cache() / "compiled")
     if "://" not in place:
         place = str(Path(place).expanduser().absolute())
         with os_errors(field, place):
+            # Anybody who can write there can run code in every process that reads it.
             Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=place).close()
     jax.config.update("jax_compilation_cache_dir", place)
@@ -86,17 +66,7 @@ def enable(directory: Path | None = None, *, field: str = "directory") -> str:
 
 @contextlib.contextmanager
 def watch() -> Iterator[Compiles]:
-    """Counts the programs that JAX compiles or loads from its cache inside a `with` block, on all threads.
-
-    Yields:
-        The counts. They start at 0, grow during the block, and stay fixed after it.
-
-    Examples:
-        >>> with watch() as compiles:
-        ...     compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
-        >>> compiles.programs
-        1
-    """
+    """Counts the programs that JAX compiles or loads from its cache inside a `with` block, on all threads."""
     found, lock = Compiles(), threading.Lock()
 
     def on_event(event: str, duration_secs: Any = 0.0, **_: str | int) -> None:
@@ -115,24 +85,14 @@ def watch() -> Iterator[Compiles]:
 
 
 def report_file(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, options: Mapping[str, OptionValue]) -> Path | None:
-    """Returns the path of the JSON file for the capture report of a program: the command buffers that XLA built for it.
-
-    The name is a hash of the inputs of JAX's own cache key: the program without source lines, options, versions, XLA_FLAGS and
-    devices. Creates nothing.
-
-    Args:
-        lowered: The program before compilation.
-        compiled: The same program after compilation.
-        options: The XLA options that it was compiled with, by name, without those for dumps.
-
-    Returns:
-        `capture/HASH.json` in JAX's compilation cache directory; the file need not exist. None if JAX's compilation cache is
-        off or at a URL, or the program has neither arguments nor results.
-    """
+    """Returns the file for the capture report of a program, which need not exist. None if JAX's cache is off or at a URL."""
     directory = _CONFIG.jax_compilation_cache_dir
+    # Empty for a program with neither arguments nor results.
     shardings = jax.tree.leaves((compiled.output_shardings, compiled.input_shardings))
     if not (directory and _CONFIG.jax_enable_compilation_cache and shardings) or "://" in directory:
         return None
+    # The inputs of JAX's own cache key: the program without source lines, options (without those for dumps), versions,
+    # XLA_FLAGS and devices.
     devices = shardings[0].device_set
     device = min(devices, key=lambda device: device.id)
     versions = [jax.__version__, importlib.metadata.version("jaxlib"), device.client.platform_version]

@@ -61,26 +61,13 @@ _UNKNOWN = _Why("XLA gives no reason", "TF_CPP_VMODULE=command_buffer_conversion
 
 @dataclass(frozen=True)
 class Outside:
-    """Thunks of one kind that run outside command buffers, for one reason. `str` formats them as text.
+    """Thunks (XLA's units of execution) of one kind outside command buffers, for one reason. `str` formats them as text."""
 
-    A thunk is XLA's unit of execution, such as a kernel or a collective. A command buffer is XLA's name for a CUDA graph.
-
-    Attributes:
-        kind: XLA's name of the kind of thunk without the leading `k`, e.g. `Fft`. If a loop or branch cannot be captured, the
-            thunks inside it have the kind `While` or `Conditional`.
-        count: The number of thunks. A thunk in a loop counts once.
-        reason: Why XLA did not capture them, a phrase.
-        remedy: How to capture them: arguments of `jgraph.compiler_options` in backticks, XLA options, or a change of the
-            program. Empty if there is none.
-        ops: The distinct operations of these thunks, in program order. For the kinds `While` and `Conditional`: the loop or
-            branch itself. Empty if unknown.
-    """
-
-    kind: str
-    count: int
+    kind: str  # XLA's name without `k`, e.g. `Fft`; `While` or `Conditional` for the contents of one that cannot be captured
+    count: int  # a thunk in a loop counts once
     reason: str
-    remedy: str = ""
-    ops: tuple[Op, ...] = ()
+    remedy: str = ""  # arguments of `jgraph.compiler_options` in backticks, XLA options, or a change of the program
+    ops: tuple[Op, ...] = ()  # distinct, in program order, or the loop or branch itself; empty if unknown
 
     def __str__(self) -> str:
         lines = [f"{self.count} {self.kind}: {self.reason}" + (f": {self.remedy}" if self.remedy else "")]
@@ -94,21 +81,12 @@ class Outside:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """Counts of the thunks of a compiled program inside and outside command buffers. `str` formats the report.
-
-    A thunk is XLA's unit of execution, such as a kernel or a collective. A command buffer is XLA's name for a CUDA graph.
-
-    Attributes:
-        command_buffers: The number of command buffers.
-        captured: The number of thunks inside command buffers.
-        total: The number of thunks. Thunks that contain or group others, such as loops, are not counted themselves.
-        outside: The thunks outside command buffers, one entry per kind, reason and remedy, sorted by these.
-    """
+    """Counts of the thunks of a program inside and outside command buffers (CUDA graphs). `str` formats the report."""
 
     command_buffers: int
     captured: int
-    total: int
-    outside: tuple[Outside, ...] = ()
+    total: int  # without thunks that contain or group others, such as loops
+    outside: tuple[Outside, ...] = ()  # one entry per kind, reason and remedy, sorted by these
 
     @property
     def holds_collectives(self) -> bool:
@@ -126,21 +104,7 @@ def compile_and_report(
 ) -> tuple[jax.stages.Compiled, CaptureReport | None]:
     """Compiles a program and reports its command buffers. Does not run it.
 
-    XLA dumps the thunks into a temporary directory, which is removed. If JAX's persistent compilation cache is on, the report
-    is stored in the directory `capture` of the cache. For a program that JAX loads from the cache, the stored report is
-    returned.
-
-    Args:
-        lowered: The program, from `jax.jit(f).lower(...)`.
-        compiler_options: XLA options by name, from `jgraph.compiler_options`. Not mutated.
-        platform: The platform of `lowered`: `cpu`, `gpu` or `cuda`. None: the platform of JAX's default backend.
-
-    Returns:
-        (compiled program, report). The report is None in three cases: the platform is neither `gpu` nor `cuda`, options or
-        XLA_FLAGS disable XLA's dumps, or JAX loads the program from its cache and the cache has no report of it.
-
-    Raises:
-        CompilerOptionError: If XLA refuses an option. Other errors of compilation pass.
+    The report is None on a CPU, if options or XLA_FLAGS disable XLA's dumps, or if JAX's cache has the program but no report.
     """
     options: dict[str, Any] = dict(compiler_options)
     if (platform or jax.default_backend()) not in ("gpu", "cuda"):
@@ -208,15 +172,7 @@ def _read_dump(directory: Path, module: str, compiled: jax.stages.Compiled) -> C
 
 
 def thunk_instructions(metadata: bytes) -> dict[_ThunkKey, str]:
-    """Reads the HLO instruction of each thunk from a dump of XLA.
-
-    Args:
-        metadata: The bytes of XLA's file `thunk_metadata.pb`, a protocol buffer. Empty bytes if there is no such file.
-
-    Returns:
-        A dict. Its keys are tuples (number, kind) of the thunks, its values the names of their HLO instructions, e.g.
-        {(7, "kFft"): "fft.0"}. Thunks without a number are left out.
-    """
+    """Maps thunks to their HLO instructions, e.g. {(7, "kFft"): "fft.0"}, from the bytes of XLA's `thunk_metadata.pb`."""
     names: dict[_ThunkKey, str] = {}
     for thunk in _protobuf.submessages(_protobuf.fields(metadata), 1):
         for info in _protobuf.submessages(thunk, 1):
@@ -226,18 +182,7 @@ def thunk_instructions(metadata: bytes) -> dict[_ThunkKey, str]:
 
 
 def report_of(thunks: str, config: str, ops: Mapping[_ThunkKey, Op]) -> CaptureReport:
-    """Returns the report of one dump of XLA.
-
-    Args:
-        thunks: The text of XLA's `thunk_sequence_after_thunk_passes.txt`, or of `thunk_sequence.txt` if the former does not
-            exist.
-        config: The text of XLA's `config.pbtxt` of the same module, with the kinds of thunks that XLA may capture.
-        ops: The operations of the thunks. Keys are tuples (number, kind) of the thunks, e.g. (7, "kFft"). The operation of a
-            thunk that is missing here is unknown in the report.
-
-    Returns:
-        The report, with the reason and the remedy for each thunk outside command buffers.
-    """
+    """Returns the report of one dump: XLA's thunk sequence, the `config.pbtxt` of the module, and the known operations."""
     size = re.search(r"^\s*xla_gpu_graph_min_graph_size: (\d+)", config, re.MULTILINE)
     rules = _Rules(
         commands=frozenset(re.findall(r"^\s*xla_gpu_enable_command_buffer: (\w+)", config, re.MULTILINE)),
@@ -271,22 +216,14 @@ def report_of(thunks: str, config: str, ops: Mapping[_ThunkKey, Op]) -> CaptureR
 
 @dataclass
 class _Thunk:
-    """A thunk of the dump.
+    """A thunk of the dump."""
 
-    Attributes:
-        kind: XLA's name without its `k`.
-        indent: Its column in the dump.
-        number: Its number.
-        blocks: The thunk sequences inside it: one for a command buffer, condition and body for a loop.
-        recordable: True if it is inside a command buffer, or a custom call with a handler that can be recorded.
-        op: Its operation, if known.
-    """
-
-    kind: str
-    indent: int
+    kind: str  # XLA's name without its `k`
+    indent: int  # its column in the dump
     number: int = 0
+    # The thunk sequences inside it: one for a command buffer, condition and body for a loop.
     blocks: list[list["_Thunk"]] = field(default_factory=list)
-    recordable: bool = False
+    recordable: bool = False  # inside a command buffer, or a custom call with a handler that can be recorded
     op: Op | None = None
 
     @property
@@ -295,17 +232,14 @@ class _Thunk:
 
 
 def _parse(text: str) -> _Thunk:
-    """Parses the tree of thunks by indentation.
-
-    Labels such as `body:` separate sequences and are not always indented. The first thunk of a kSequential is on the same line
-    and contains no others.
-    """
+    """Parses the tree of thunks by indentation."""
     top = _Thunk("", -1)
     open_thunks = [top]
-    label = True
+    label = True  # Labels such as `body:` separate sequences and are not always indented.
     for line in text.splitlines():
         found = re.findall(r"(^ *|  )(\d+): k(\w+)", line)
         for column, (spaces, number, kind) in enumerate(found):
+            # The first thunk of a kSequential is on the same line and contains no others.
             indent = len(spaces) if column == 0 else len(line)
             while open_thunks[-1].indent >= indent:
                 open_thunks.pop()

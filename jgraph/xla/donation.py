@@ -24,21 +24,13 @@ _Leaf: TypeAlias = jax.ShapeDtypeStruct  # or jax.stages.ArgInfo, which also has
 
 @dataclass(frozen=True)
 class Donation:
-    """A donated argument leaf and the output of the program that reuses its buffer. `str` formats both in one line.
+    """A donated argument leaf and the output of the program that reuses its buffer. `str` formats both in one line."""
 
-    Attributes:
-        leaf: The path of the argument leaf, e.g. `state['w']`.
-        array: The dtype and shape of the leaf, e.g. `float32[8,8]`.
-        nbytes: The size of the whole array in bytes, counted once if it is replicated.
-        output: The path of the output in the buffer of the leaf, e.g. `result[0]['w']`. Empty if the donation was dropped.
-        reason: Why the donation was dropped. Empty if it was not.
-    """
-
-    leaf: str
-    array: str
-    nbytes: int
-    output: str = ""
-    reason: str = ""
+    leaf: str  # path of the argument leaf, e.g. `state['w']`
+    array: str  # e.g. `float32[8,8]`
+    nbytes: int  # of the whole array, counted once if it is replicated
+    output: str = ""  # path of the output in the buffer, e.g. `result[0]['w']`; empty if the donation was dropped
+    reason: str = ""  # why the donation was dropped
 
     def __str__(self) -> str:
         return f"{self.leaf} {self.array}" + (f" -> {self.output}" if self.output else f": dropped, {self.reason}")
@@ -53,38 +45,22 @@ def without_warning(message: str) -> Iterator[None]:
 
 
 def alias_map(compiled: jax.stages.Compiled) -> dict[int, int]:
-    """Reads from a compiled program which outputs are written into the buffers of donated arguments.
-
-    Works on every platform. Does not run the program.
-
-    Args:
-        compiled: The program, from `jax.jit(f).lower(...).compile()`.
-
-    Returns:
-        A dict. A key is the index of an output leaf, and its value is the index of the argument leaf whose buffer it reuses.
-        Both count the leaves in the order of `jax.tree.leaves`, from 0. Outputs with a new buffer are absent. Unused arguments
-        are not counted, because JAX removes them, unless `jax.jit` has `keep_unused=True`.
-    """
+    """Maps output leaves in donated buffers to their argument leaves, as indices in the order of `jax.tree.leaves`."""
+    # JAX removes unused arguments, unless `jax.jit` has `keep_unused=True`, so they are not counted.
     text = compiled.as_text()
     assert text is not None, "XLA keeps the text of compiled programs"
     return HloModule(text).aliases
 
 
 def check_identity(compiled: jax.stages.Compiled, state: Any) -> None:
-    """Checks that a compiled program updates every leaf of a donated state in place. Does not run the program.
+    """Checks that a program of `jax.jit(f, donate_argnums=0, keep_unused=True)` updates every leaf of a state in place.
 
-    Args:
-        compiled: The compiled program of `jax.jit(f, donate_argnums=0, keep_unused=True)`. The first argument of `f` is the
-            state. `f` must return the new state, or a tuple that starts with the new state.
-        state: A pytree with the structure of the state. Only its structure is used, so leaves may be shapes.
-
-    Raises:
-        DonationError: If a leaf of the state is written to a new buffer, or to the buffer of another leaf, so that each call
-            swaps buffers. Its attribute `leaves` has the paths of these leaves.
+    `f` returns the new state first. Only the structure of `state` is used. Raises DonationError with the paths of other leaves.
     """
     names = [jax.tree_util.keystr(path) or "the state" for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     aliases = alias_map(compiled)
     copied = [i for i in range(len(names)) if i not in aliases]
+    # Each call swaps these buffers.
     crossed = [i for i in range(len(names)) if aliases.get(i, i) != i]
     problems: list[str] = []
     if copied:
@@ -102,21 +78,7 @@ def check_identity(compiled: jax.stages.Compiled, state: Any) -> None:
 
 
 def donations(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, names: Sequence[str]) -> tuple[Donation, ...]:
-    """Lists the donated arguments of a program and the outputs that reuse their buffers. Does not run the program.
-
-    Works on every platform.
-
-    Args:
-        lowered: The program before compilation, of a `jax.jit` with or without `keep_unused=True`.
-        compiled: The same program after compilation.
-        names: One name for each argument leaf, donated or not, in the order of `jax.tree.leaves`.
-
-    Returns:
-        One `Donation` for each donated leaf, in the order of the arguments. Empty if nothing is donated.
-
-    Raises:
-        ValueError: If the number of names is not the number of argument leaves.
-    """
+    """Lists the donated leaves of a program and the outputs in their buffers. `names` has all argument leaves."""
     infos = jax.tree.leaves(lowered.args_info)
     outputs = jax.tree_util.tree_flatten_with_path(lowered.out_info)[0]
     # JAX removes unused arguments from the program. They have no sharding.

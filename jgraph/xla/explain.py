@@ -26,30 +26,16 @@ _GRAPH_NOTE = (
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a program on one device in bytes, as reported by XLA. `str` formats it in one line.
+    """Memory of a program on one device in bytes, as reported by XLA. `str` formats it in one line."""
 
-    Attributes:
-        arguments: Size of all arguments, including donated ones.
-        outputs: Size of all outputs, including those in donated buffers.
-        aliased: Size of the outputs in donated buffers.
-        temporaries: Peak size of the buffers that are neither arguments nor outputs.
-    """
-
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
+    arguments: int  # with donated ones
+    outputs: int  # with those in donated buffers
+    aliased: int  # outputs in donated buffers
+    temporaries: int  # peak size of the buffers that are neither arguments nor outputs
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "Memory | None":
-        """Reads XLA's memory analysis of a compiled program. Does not run the program.
-
-        Args:
-            compiled: The program, from `jax.jit(f).lower(...).compile()`.
-
-        Returns:
-            The memory. None if XLA does not report it.
-        """
+        """Reads XLA's memory analysis of a compiled program. None if XLA does not report it."""
         found = compiled.memory_analysis()
         names = ("argument", "output", "alias", "temp")
         return None if found is None else cls(*(getattr(found, f"{name}_size_in_bytes") for name in names))
@@ -66,29 +52,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class FP8Products:
-    """Counts of FP8 matmuls in a program compiled for a GPU. `str` formats them in one line.
+    """Counts of FP8 matmuls in a program compiled for a GPU. `str` formats them in one line."""
 
-    Attributes:
-        products: The number of matmul calls with two FP8 operands, such as those of cuBLASLt.
-        transposes: The number of transpose instructions with an FP8 result, which XLA added. Each is a pass over memory.
-    """
-
-    products: int
-    transposes: int
+    products: int  # matmul calls with two FP8 operands, such as those of cuBLASLt
+    transposes: int  # instructions with an FP8 result, which XLA added; each is a pass over memory
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "FP8Products":
-        """Counts the FP8 matmuls in the text of a compiled program. Does not run the program.
-
-        Args:
-            compiled: The program, from `jax.jit(f).lower(...).compile()`.
-
-        Returns:
-            The counts, both 0 for a program without FP8 arrays.
-
-        Raises:
-            ProfileError: If the text of the program cannot be parsed.
-        """
         text = compiled.as_text() or ""
         if "f8e" not in text:  # parsing a whole program takes seconds
             return cls(0, 0)
@@ -109,32 +79,13 @@ class FP8Products:
 
 @dataclass(frozen=True)
 class Collectives:
-    """Counts of the collectives in a program compiled for a GPU. `str` formats them in one line.
+    """Counts of the collectives in a program compiled for a GPU. `str` formats them in one line."""
 
-    A collective overlaps with a matmul if XLA schedules the matmul between the start and the end of the collective. A matmul is
-    a library call, a Pallas kernel or a fusion with a dot.
-
-    Attributes:
-        total: Number of collectives between devices, as `HloModule.collectives` counts them.
-        overlapped: Number of collectives that overlap with a matmul.
-    """
-
-    total: int
-    overlapped: int
+    total: int  # as `HloModule.collectives` counts them
+    overlapped: int  # a matmul (library call, Pallas kernel or fusion with a dot) runs between their start and end
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "Collectives":
-        """Counts the collectives in the text of a compiled program. Does not run the program.
-
-        Args:
-            compiled: The program, from `jax.jit(f).lower(...).compile()`.
-
-        Returns:
-            The counts, both 0 for a program of one device.
-
-        Raises:
-            ProfileError: If the text of the program cannot be parsed.
-        """
         text = compiled.as_text() or ""
         if not any(f" {kind}{end}(" in text for kind in COLLECTIVES for end in ("", "-start")):  # parsing takes seconds
             return cls(0, 0)
@@ -266,16 +217,7 @@ def explain(
 
 
 def report(traced: jax.stages.Traced, compiler_options: Mapping[str, OptionValue], *, name: str) -> Explanation:
-    """Compiles a traced function and reports as `explain` does.
-
-    Args:
-        traced: The function, from `jax.jit(fn).trace(...)`.
-        compiler_options: XLA options by name.
-        name: The name of the function in the report.
-
-    Returns:
-        The report.
-    """
+    """Compiles a traced function and reports as `explain` does."""
     with without_warning(UNUSABLE):
         lowered = traced.lower()
     return _report(lowered, argument_names(traced, lowered), compiler_options, name=name)
@@ -305,11 +247,7 @@ def _lower(jitted: Any, args: Sequence[Tree], target: str | None) -> tuple[jax.s
 
 
 def _as_jax_jit(wrapper: Callable[..., Any], args: Sequence[Tree]) -> tuple[jax.stages.Wrapped, list[str], list[Leaf]]:
-    """Converts a jitted function that takes leaves of any type, such as that of Equinox, to one of arrays only.
-
-    Returns:
-        (jitted function with the same donated arrays, path of each array, arrays).
-    """
+    """Converts a jitted function of any leaves, such as Equinox's, to (one of arrays, paths of the arrays, arrays)."""
     paths, structure = jax.tree_util.tree_flatten_with_path(args)
     leaves = [leaf for _, leaf in paths]
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)]
@@ -364,16 +302,9 @@ def _notes(capture: CaptureReport | None, target: str | None) -> Iterator[str]:
 
 
 def argument_names(traced: jax.stages.Traced, lowered: jax.stages.Lowered | jax.stages.Traced) -> list[str]:
-    """Returns the paths of argument leaves, e.g. `state['w']`, or `args[0]['w']` if the function has no argument names.
-
-    Args:
-        traced: The trace of the function. A wrapper of it may lack the attribute `jaxpr`.
-        lowered: The result of `traced.lower()`, or another stage with the attribute `args_info`.
-
-    Returns:
-        One path per leaf, in the order of the leaves.
-    """
+    """Returns the paths of argument leaves, e.g. `state['w']`, or `args[0]['w']` if the function has no argument names."""
     infos, _ = jax.tree_util.tree_flatten_with_path(lowered.args_info)
+    # A wrapper of a trace may lack the attribute.
     jaxpr: Any = getattr(traced, "jaxpr", None)
     names = jaxpr and jaxpr.jaxpr.debug_info.arg_names
     if names is not None and len(names) == len(infos) and all(names):

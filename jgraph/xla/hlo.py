@@ -45,24 +45,18 @@ _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape and dtype of an array. `str` formats them as XLA does, e.g. `bf16[16,1024]`.
+    """The shape and dtype of an array. `str` formats them as XLA does, e.g. `bf16[16,1024]`."""
 
-    Attributes:
-        dtype: XLA's name of the dtype, e.g. `bf16`, `f32`, `s32`, `pred` or `f8e4m3fn`.
-        dims: The sizes of the axes; empty for a scalar.
-    """
-
-    dtype: str
+    dtype: str  # XLA's name, e.g. `bf16`, `f32`, `s32`, `pred` or `f8e4m3fn`
     dims: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return math.prod(self.dims)
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of the elements, without padding. 0 for tokens and opaque values."""
+        """Bytes of the elements, without padding. 0 for tokens and opaque values."""
         bits = _BITS[self.dtype] if self.dtype in _BITS else int((re.findall(r"\d+", self.dtype) or ["8"])[0])
         return self.size * bits // 8
 
@@ -72,22 +66,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One HLO instruction: one line of the text of a program.
+    """One HLO instruction: one line of the text of a program."""
 
-    Attributes:
-        name: XLA's name of the instruction, without `%`, e.g. `fusion.3`.
-        opcode: XLA's opcode, e.g. `fusion`.
-        shapes: The shapes of the arrays in the result. Several if it is a tuple. If the result has no array, one
-            shape with the dtype `token`.
-        operands: The operands in order, as names of the instructions that compute them.
-        text: The whole line.
-    """
-
-    name: str
+    name: str  # without `%`, e.g. `fusion.3`
     opcode: str
-    shapes: tuple[Shape, ...]
-    operands: tuple[str, ...]
-    text: str = field(repr=False)
+    shapes: tuple[Shape, ...]  # of the arrays in the result, or one with the dtype `token` if it has none
+    operands: tuple[str, ...]  # names of the instructions that compute them, in order
+    text: str = field(repr=False)  # the whole line
 
     @property
     def op_name(self) -> str:
@@ -120,16 +105,10 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """A function of a program: the entry computation, or the body of a fusion, loop, branch or reduction.
+    """A function of a program: the entry computation, or the body of a fusion, loop, branch or reduction."""
 
-    Attributes:
-        name: XLA's name of the computation, without `%`.
-        instructions: Instructions by name, in the order of the text, which is the order of execution. The last one is the root
-            and computes the result.
-    """
-
-    name: str
-    instructions: Mapping[str, Instruction]
+    name: str  # without `%`
+    instructions: Mapping[str, Instruction]  # in the order of execution; the last one is the root and computes the result
 
     def parameters(self) -> list[Instruction]:
         """Returns the instructions with the opcode `parameter`, in the order of the arguments of this computation."""
@@ -139,27 +118,13 @@ class Computation:
 
 @dataclass(frozen=True)
 class HloModule:
-    """A parsed compiled program. Each part is parsed on first use.
-
-    Attributes:
-        text: The HLO text of the program, the result of `jax.stages.Compiled.as_text()`.
-    """
+    """A compiled program, parsed from `jax.stages.Compiled.as_text()` on first use. Damaged text raises ProfileError."""
 
     text: str = field(repr=False)
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Parses the instructions of a program at once, so that errors are found now.
-
-        Args:
-            text: The HLO text of the program, the result of `jax.stages.Compiled.as_text()`.
-
-        Returns:
-            The program.
-
-        Raises:
-            ProfileError: If the text is truncated or damaged, or has no entry computation.
-        """
+        """Parses the instructions at once, so that truncated or damaged text raises ProfileError now."""
         module = cls(text)
         if module.entry not in module.computations:
             raise ProfileError("the text does not contain a complete program")
@@ -179,11 +144,7 @@ class HloModule:
 
     @cached_property
     def computations(self) -> dict[str, Computation]:
-        """All computations that have instructions, by name, in the order of the text.
-
-        Raises:
-            ProfileError: If the text is truncated, or an instruction cannot be parsed.
-        """
+        """All computations that have instructions, by name, in the order of the text."""
         computations: dict[str, dict[str, Instruction]] = {}
         current = None
         for line in self.text.splitlines():
@@ -199,23 +160,13 @@ class HloModule:
 
     @cached_property
     def instructions(self) -> dict[str, Instruction]:
-        """The instructions of all computations by name. Names are unique in a program.
-
-        Raises:
-            ProfileError: If the text is truncated, or an instruction cannot be parsed.
-        """
+        """The instructions of all computations by name. Names are unique in a program."""
         return {name: i for computation in self.computations.values() for name, i in computation.instructions.items()}
 
     @property
     def collectives(self) -> Counter[tuple[str, str]]:
-        """The number of collectives by (kind, device groups). An asynchronous collective counts once.
-
-        The kind is a key of `COLLECTIVES`, such as `all-gather`. The device groups are in XLA's notation, e.g. `{{0,1},{2,3}}`;
-        empty if the instruction has none. A collective in a loop counts once.
-
-        Raises:
-            ProfileError: If the text is truncated, or an instruction cannot be parsed.
-        """
+        """Number of collectives by (key of `COLLECTIVES`, device groups in XLA's notation, e.g. `{{0,1},{2,3}}`, or "")."""
+        # An asynchronous collective counts once, and so does a collective in a loop.
         found: Counter[tuple[str, str]] = Counter()
         for instruction in self.instructions.values():
             if (kind := instruction.opcode.removesuffix("-start")) in COLLECTIVES:
@@ -225,12 +176,7 @@ class HloModule:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """The outputs that reuse the buffers of donated arguments.
-
-        A key is the index of an output leaf, and its value is the index of the argument leaf whose buffer it reuses. Both count
-        the leaves of the compiled program from 0, without the tokens of JAX's ordered effects. Outputs with a new buffer are
-        absent.
-        """
+        """Maps output leaves in donated buffers to their argument leaves, counted without the tokens of ordered effects."""
         tokens = _TOKENS.match(self.text)
         arguments, outputs = (text.count("token") for text in tokens.groups()) if tokens else (0, 0)
         # JAX passes flat leaves, so a path has at most one index: none for a single output or a separate parameter, one for an
@@ -244,15 +190,7 @@ class HloModule:
         return re.findall(_ENTRY, found[1]) if found else []
 
     def calls(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
-        """Yields the Python calls that traced an instruction, innermost first.
-
-        Args:
-            instruction: An instruction of this program.
-
-        Yields:
-            (path of the file, number of the line as text) of each call. Nothing if the program has no source lines, or XLA
-            added the instruction.
-        """
+        """Yields (file, line) of the Python calls that traced an instruction, innermost first. Nothing if XLA added it."""
         files, locations, frames = (self._tables.get(name, {}) for name in ("FileNames", "FileLocations", "StackFrames"))
         found = re.search(r"stack_frame_id=(\d+)", instruction.text)
         frame = int(found[1]) if found else 0
@@ -282,20 +220,12 @@ class HloModule:
 
 @dataclass(frozen=True)
 class Op:
-    """The origin of an instruction of a compiled program. `str` formats it as `NAME at FILE:LINE`.
+    """The origin of an instruction of a compiled program. `str` formats it as `NAME at FILE:LINE`."""
 
-    Attributes:
-        instruction: XLA's name of the instruction, e.g. `fft.0`.
-        name: JAX's name, e.g. `jit(step)/fft`. Empty for instructions that XLA added. A fusion has the name of its root.
-        source: `file:line` of the innermost call in the user's code, otherwise in jgraph, otherwise in a library. Relative to
-            the working directory if the file is inside it. Empty if the program has no source lines.
-        target: The name of the function that a custom call runs. Empty for other instructions.
-    """
-
-    instruction: str
-    name: str = ""
-    source: str = ""
-    target: str = ""
+    instruction: str  # XLA's name, e.g. `fft.0`
+    name: str = ""  # JAX's name, e.g. `jit(step)/fft`, for a fusion that of its root; empty for instructions that XLA added
+    source: str = ""  # `file:line` of a call, relative to the working directory if it is inside; empty without source lines
+    target: str = ""  # the function that a custom call runs
 
     def __str__(self) -> str:
         where = f" at {self.source}" if self.source else ""
@@ -304,18 +234,7 @@ class Op:
 
 
 def operations(module: HloModule, instructions: Collection[str]) -> dict[str, Op]:
-    """Looks up JAX's name and the source line of instructions.
-
-    Args:
-        module: The compiled program.
-        instructions: Names of instructions, e.g. `fft.0`.
-
-    Returns:
-        One `Op` by the name of each instruction. Names that the program does not have are left out.
-
-    Raises:
-        ProfileError: If the text of the program is truncated, or an instruction cannot be parsed.
-    """
+    """Looks up JAX's name and the source line of instructions, by name. Leaves out names that the program does not have."""
     found = {name: module.instructions[name] for name in instructions if name in module.instructions}
     return {name: Op(name, found[name].op_name, _source(module, found[name]), found[name].target) for name in found}
 

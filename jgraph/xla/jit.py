@@ -224,11 +224,9 @@ class _UncheckedError(Exception):
 
 
 def _forget_failed_call(jitted: Any) -> None:
-    """Removes the entry of a call that raised from the cache of calls of a function from `jax.jit`.
-
-    If the first call of a signature raises, JAX dispatches all later calls of this signature in Python. The public
-    `clear_cache` also removes the traces, so that other signatures compile again. Therefore this function uses a private name.
-    """
+    """Removes the entry of a call that raised from the cache of calls of a function from `jax.jit`."""
+    # If the first call of a signature raises, JAX dispatches all later calls of this signature in Python. The public
+    # `clear_cache` also removes the traces, so that other signatures compile again. Hence the private name.
     getattr(jitted, "_clear_cache", jitted.clear_cache)()
 
 

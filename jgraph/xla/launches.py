@@ -28,19 +28,11 @@ _FIRST = ("command_buffer::initialize", "command_buffer::record", "command_buffe
 
 @dataclass
 class Launches:
-    """Counts of command buffer events on all devices of this process. A command buffer is XLA's name for a CUDA graph.
-
-    All counts are 0 on a CPU.
-
-    Attributes:
-        launches: The number of graph launches.
-        updates: The number of times that an existing graph was recorded again, because an array has another address.
-        records: The number of graphs that were created.
-    """
+    """Counts of the events of command buffers (CUDA graphs) on all devices of this process. All are 0 on a CPU."""
 
     launches: int
-    updates: int
-    records: int
+    updates: int  # recordings of an existing graph, because an array has another address
+    records: int  # graphs that were created
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raises JgraphError for a count that is not available yet. Python calls this for absent attributes only."""
@@ -51,21 +43,9 @@ class Launches:
 
 @contextlib.contextmanager
 def count_launches() -> Iterator[Launches]:
-    """Counts launches of CUDA graphs inside a `with` block, on all devices of this process.
+    """Counts launches of CUDA graphs inside a `with` block, with JAX's profiler. The counts are set when the block ends.
 
-    Runs JAX's profiler, which writes to a temporary directory that is removed, so do not measure time inside the block. Waits
-    for all live arrays at the end of the block. Example:
-
-        with count_launches() as count:
-            state, metrics = step(state, batch)
-        assert (count.launches, count.updates) == (1, 0)
-
-    Yields:
-        The counts, which are set when the block ends without an exception.
-
-    Raises:
-        JgraphError: If a profiler is already running when the block begins. Also, from the attributes of the result, if the
-            counts are read inside the block.
+    Do not measure time inside the block: the profiler writes files. Waits for all live arrays at the end.
     """
     count = Launches.__new__(Launches)
     with tempfile.TemporaryDirectory(prefix="jgraph-launches-") as directory:
@@ -77,17 +57,7 @@ def count_launches() -> Iterator[Launches]:
 
 @contextlib.contextmanager
 def traced(directory: str) -> Iterator[None]:
-    """Runs JAX's profiler during a `with` block. Waits for all live arrays at the end of the block.
-
-    Args:
-        directory: The directory to write the trace to.
-
-    Yields:
-        None. The trace is complete after the block.
-
-    Raises:
-        JgraphError: If a profiler is already running when the block begins.
-    """
+    """Runs JAX's profiler during a `with` block. Waits for all live arrays at its end. The trace is complete after it."""
     try:
         jax.profiler.start_trace(directory, profiler_options=profiler_options())
     except RuntimeError as e:
@@ -100,23 +70,15 @@ def traced(directory: str) -> Iterator[None]:
 
 
 def profiler_options() -> jax.profiler.ProfileOptions:
-    """Returns options for `jax.profiler.start_trace` that record devices and XLA's host events, but not Python calls.
-
-    Recording Python calls would slow down the program.
-    """
+    """Returns options that record devices and XLA's host events, but not Python calls, which slows down programs."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     return options
 
 
 def graph_events(profile: ProfileData) -> dict[str, list[float]]:
-    """Reads the host events about command buffers from a recorded profile.
-
-    Returns:
-        The durations in ms of all occurrences of each event, by its name without arguments, e.g. `cuGraphLaunch` or
-        `command_buffer::update`. Only names that start with `cuGraph` or `command_buffer::`. The result is a `defaultdict`, so
-        an event that did not occur has an empty list.
-    """
+    """Returns the durations in ms of host events about command buffers, by name without arguments, e.g. `cuGraphLaunch`."""
+    # An event that did not occur has an empty list.
     found: dict[str, list[float]] = defaultdict(list)
     for plane in profile.planes:
         for line in plane.lines if plane.name.startswith("/host:") else ():
@@ -128,19 +90,10 @@ def graph_events(profile: ProfileData) -> dict[str, list[float]]:
 
 
 def launches_of(events: Mapping[str, Sequence[float]]) -> Launches:
-    """Counts launches, updates and new graphs in the events of a profile.
-
-    Calls of the CUDA driver are counted where the profile has them, otherwise XLA's events.
-
-    Args:
-        events: Durations of events by name, from `graph_events`. Only their number is used.
-
-    Returns:
-        The counts.
-    """
+    """Counts launches, updates and new graphs in the events of a profile, from `graph_events`."""
     count = {name: len(durations) for name, durations in events.items()}
     first = sum(count.get(name, 0) for name in _FIRST)
-    # Prefer calls of the CUDA driver, if the profiler recorded them.
+    # Prefer calls of the CUDA driver to XLA's events, if the profiler recorded them.
     driver = [name for name in count if name.startswith("cuGraph")]
     launches = sum(count[name] for name in driver if name.startswith("cuGraphLaunch"))
     records = sum(count[name] for name in driver if name.startswith("cuGraphInstantiate")) if driver else first

@@ -35,17 +35,11 @@ _COMMON = "FUSION,COLLECTIVES,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHIL
 
 @dataclass(frozen=True)
 class _Option:
-    """A field of XLA's DebugOptions, e.g. `xla_gpu_graph_min_graph_size`.
-
-    Attributes:
-        is_bool: True if the value is a bool.
-        repeated: True if it takes several values, separated by commas. They replace XLA's default.
-        values: The values of an enum. Empty for other types, and if the library does not list them.
-    """
+    """A field of XLA's DebugOptions, e.g. `xla_gpu_graph_min_graph_size`."""
 
     is_bool: bool
-    repeated: bool
-    values: tuple[str, ...] = ()
+    repeated: bool  # takes several values, separated by commas, which replace XLA's default
+    values: tuple[str, ...] = ()  # of an enum; empty for other types, and if the library does not list them
 
 
 def compiler_options(
@@ -90,31 +84,15 @@ def compiler_options(
 
 
 def known(options: Sequence[str], platform: str) -> tuple[str, ...]:
-    """Selects the options that the installed XLA has. Does not check their values.
-
-    Args:
-        options: Options as texts `name=value`.
-        platform: `cpu`, `gpu` or `cuda`.
-
-    Returns:
-        The texts with a name that exists, in the same order. Empty on a CPU, or if the library does not list its options.
-    """
+    """Selects the texts `name=value` with an option that the installed XLA has. Empty on a CPU. Does not check values."""
     installed = installed_options() or {} if platform in ("gpu", "cuda") else {}
     return tuple(option for option in options if option.partition("=")[0] in installed)
 
 
 @contextlib.contextmanager
 def option_errors() -> Iterator[None]:
-    """Converts XLA's error about an option into a CompilerOptionError inside a `with` block. Other errors pass.
-
-    Put it around compilation. XLA checks the values of options there. It also checks the names.
-
-    Yields:
-        None, once.
-
-    Raises:
-        CompilerOptionError: If XLA refuses an option inside the block.
-    """
+    """Converts XLA's error about an option into a CompilerOptionError, in a `with` block around compilation."""
+    # XLA checks names and values of options when it compiles.
     try:
         yield
     except RuntimeError as e:  # JaxRuntimeError is a subclass; its name would require importing JAX
@@ -123,17 +101,9 @@ def option_errors() -> Iterator[None]:
         raise
 
 
-@functools.cache
+@functools.cache  # the first call takes 30 ms
 def installed_options() -> Mapping[str, _Option] | None:
-    """Returns every option of the installed XLA by name. Takes 30 ms in the first call; the result is cached.
-
-    The options are the fields of XLA's DebugOptions, read from the shared library of jaxlib.
-
-    Returns:
-        A read-only mapping from the name to a description with the attributes `is_bool`, `repeated` (several values, separated
-        by commas) and `values` (names of the values of an enum). None if jaxlib is not installed or its library does not list
-        the options.
-    """
+    """Returns every option of the installed XLA by name, read-only. None if jaxlib is absent or does not list them."""
     descriptor = _debug_options_descriptor()
     if descriptor is None:
         return None
@@ -182,11 +152,9 @@ _BOOL, _ENUM, _REPEATED = 8, 14, 3
 
 
 def _debug_options_descriptor() -> _protobuf.Fields | None:
-    """Returns the FileDescriptorProto of xla/xla.proto in jaxlib's shared library, or None if it is not found.
-
-    No public function of JAX lists XLA's options. The library contains this descriptor because XLA looks up option names in it.
-    Only this function depends on that. Without the descriptor, XLA alone checks options.
-    """
+    """Returns the FileDescriptorProto of xla/xla.proto in jaxlib's shared library, or None if it is not found."""
+    # No public function of JAX lists XLA's options. The library contains this descriptor because XLA looks up option names in
+    # it. Only this function depends on that. Without the descriptor, XLA alone checks options.
     spec = importlib.util.find_spec("jaxlib")
     library = Path(next(iter(spec.submodule_search_locations or ()), "")) / "libjax_common.so" if spec else None
     if library is None or not library.is_file():
