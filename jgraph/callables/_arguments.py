@@ -29,10 +29,7 @@ def check_argument(condition: bool, field: str, message: str) -> None:
 
 
 def each(name: str, given: Sequence[Any] | None, count: int, *, of: str = "callables") -> tuple[Any, ...]:
-    """Converts a tuple or list with one value per item to a tuple, without copies. None stands for a tuple of None.
-
-    Raises CallableError for another type or number of values. `of` is the plural name of the items.
-    """
+    """Converts a tuple or list with one value per item to a tuple, without copies. None stands for a tuple of None."""
     if given is None:
         return (None,) * count
     if not isinstance(given, (tuple, list)) or len(given) != count:
@@ -62,24 +59,7 @@ def sample_of(i: int, args: Sequence[Tree], kwargs: Mapping[str, Tree] | None) -
 def schedule_of(
     order: OrderLike | None, layers: int | Sequence[int] | None, delay_wgrad: bool | Sequence[bool], count: int
 ) -> tuple[Schedule | None, tuple[bool, ...]]:
-    """Parses an order.
-
-    Args:
-        order: Signed numbers of one rank (`c` is the forward, `-c` the dgrad or full backward and `-c-0.5` the wgrad of chunk
-            c, from 1), an Order, a Schedule, or one order per rank. None for no order.
-        layers: Callables per chunk: one number for all chunks, or one per chunk. None means 1. Not used for an Order or a
-            Schedule.
-        delay_wgrad: True if wgrads are separate calls: one bool for all, or one per stage (without an order, per callable).
-        count: Number of callables.
-
-    Returns:
-        The schedule, None without an order; and for each callable, True if its wgrad is delayed.
-
-    Raises:
-        OrderError: If the order cannot run, or has wgrads where `delay_wgrad` is False, or none where it is True; `rank` is the
-            rank if there are several.
-        CallableError: If the order is for a different number of callables.
-    """
+    """Parses an order. Returns its schedule, None without an order, and for each callable if its wgrad is delayed."""
     if order is None:
         return None, one_each("delay_wgrad", delay_wgrad, count, bool, of="stage")
     if isinstance(order, Schedule):
@@ -141,11 +121,9 @@ def _chunks(schedule: Schedule) -> list[tuple[int, int, range]]:
 
 
 def homes(schedule: Schedule | None, devices: Sequence[JaxDevice] | None, params: Sequence[Params]) -> list[JaxDevice]:
-    """Returns the device of each callable: one device per rank, or one for all. Raises CallableError for other lists.
-
-    Without `devices`, it is the device of the committed arrays in `params`, or JAX's default device if there are none.
-    """
+    """Returns the device of each callable: one device per rank, or one for all. Raises CallableError for other lists."""
     if devices is None:
+        # The device of the committed arrays in `params`, or JAX's default device if there are none.
         held = {d for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and leaf.committed for d in leaf.devices()}
         wrong = f"`params` are on {len(held)} devices: pass one device per rank as `devices`, and params on their device"
         check_argument(len(held) < 2, "devices", f"{wrong}; sharded parameters are not supported")
@@ -228,10 +206,7 @@ def differences(side: Side, given: Tree, name: str, device: JaxDevice | None) ->
 
 
 def matching_leaves(side: Side, tree: Tree, name: str, device: JaxDevice | None = None) -> list[Leaf]:
-    """Returns the leaves of an argument of `run`, not copied.
-
-    Raises CallableError with every difference from the sample, and OwnershipError for a `Borrowed` handle.
-    """
+    """Returns the leaves of an argument of `run`, not copied. Raises CallableError with every difference from the sample."""
     leaves, structure = jax.tree.flatten(tree)
     if structure != side.tree:
         check_no_handles(tree)  # A handle is a pytree node, so the structure differs.

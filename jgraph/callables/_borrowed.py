@@ -19,15 +19,10 @@ from jgraph.types import Tree
 
 @dataclass(eq=False)
 class Lease:
-    """The validity of all handles on the arrays of one owner. Shared by these handles.
+    """The validity of all handles on the arrays of one owner. Shared by these handles."""
 
-    Attributes:
-        owner: Owner of the buffers, such as `main_grad of callable 0`.
-        ended: Description of the call that updated the buffers; empty while the handles are valid.
-    """
-
-    owner: str
-    ended: str = ""
+    owner: str  # of the buffers, such as `main_grad of callable 0`
+    ended: str = ""  # the call that updated the buffers; empty while the handles are valid
 
 
 class Borrowed:
@@ -92,7 +87,6 @@ class Borrowed:
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    """Returns a method that applies the array operator `name` to `value`."""
     return lambda self, *args: getattr(self.value, name)(*(arg.value if isinstance(arg, Borrowed) else arg for arg in args))
 
 
@@ -104,10 +98,8 @@ for _name in "neg pos abs invert lt le gt ge eq ne getitem len iter contains boo
 
 
 def check_no_handles(tree: Tree) -> None:
-    """Raises OwnershipError if `tree` contains a handle (`Borrowed`), also a stale one.
-
-    main_grad may be updated while an executable reads the handle's buffer.
-    """
+    """Raises OwnershipError if `tree` contains a handle (`Borrowed`), also a stale one."""
+    # main_grad may be updated while an executable reads the handle's buffer.
     for leaf in jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Borrowed)):
         if isinstance(leaf, Borrowed):
             wrong = f"{leaf!r} is updated in place and cannot be an argument of a graphed callable; pass .copy()"

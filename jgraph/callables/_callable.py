@@ -21,24 +21,8 @@ ParamGrads = Literal["owned", "aliased"]
 
 
 def interfaces_of(shaped: Shaped, delayed: bool, *, training: bool, param_grads: ParamGrads) -> dict[Kind, Interface]:
-    """Describes the executables for calls one by one. Compiles nothing.
-
-    The registers of an executable number its arguments: (params, x, extra) of `forward`, (params, residuals, dy) of `dgrad` and
-    `backward`, (params, residuals of forward_wgrad, stash) of `wgrad`. The outputs are y or dx, then the residuals or the stash
-    without passed-through arrays, then new gradients. If the backward is one executable, packs replace the residuals in them
-    and come last.
-
-    Args:
-        shaped: The callable.
-        delayed: True for separate dgrad and wgrad. A callable without delayed gradients has no wgrad.
-        training: False for forward only, which then returns y and no residuals.
-        param_grads: `owned` returns gradients that are not delayed as new arrays; `aliased` adds all gradients to main_grad,
-            float32 sums. Delayed gradients are added to main_grad in both cases.
-
-    Returns:
-        A dict with the interface of each executable. Its keys are `forward`, and with `training` also `backward`, or `dgrad`
-        and `wgrad` if `delayed`.
-    """
+    """Describes the executables of single calls: `forward`, and for training `backward`, or if `delayed` dgrad and wgrad."""
+    # A callable without delayed gradients has no wgrad. Delayed gradients are added to main_grad in any case.
     backward: tuple[Kind, ...] = ("dgrad", "wgrad")[: 1 + bool(shaped.late)] if delayed else ("backward",)
     aliased = shaped.grads["backward"] if param_grads == "aliased" else shaped.late if delayed else ()
     kinds: tuple[Kind, ...] = ("forward", *backward) if training else ("forward",)
@@ -48,6 +32,9 @@ def interfaces_of(shaped: Shaped, delayed: bool, *, training: bool, param_grads:
 
 def _interface(shaped: Shaped, kind: Kind, aliased: Collection[int], packs: Sequence[Pack], *, is_alone: bool) -> Interface:
     """Describes the executable of one action. A forward that `is_alone` returns only y."""
+    # Registers number the arguments: (params, x, extra) of forward, (params, residuals, dy) of dgrad and backward, (params,
+    # residuals of forward_wgrad, stash) of wgrad. The outputs are y or dx, then residuals or stash without passed-through
+    # arrays, then new gradients. If the backward is one executable, packs replace the residuals in them and come last.
     registers = Registers(shaped.params.avals)
     packed = {place for pack in packs for place in pack.places}
     joins, splits = list[Task](), list[Task]()
@@ -422,10 +409,7 @@ class Graphed:
         return leaves
 
     def _leaves(self, structure: TreeDef, tree: Tree) -> list[jax.Array] | None:
-        """Returns the leaves of a tree as JAX arrays, or None if the tree has another structure.
-
-        NumPy arrays are copied, because they may change before the backward reads them.
-        """
+        """Returns the leaves of a tree as JAX arrays, or None if the tree has another structure."""
         try:
             # Takes 40% of the time of tree_flatten and a comparison. Only JAX arrays count, because a leaf may be a subtree.
             leaves = structure.flatten_up_to(tree)
@@ -436,16 +420,15 @@ class Graphed:
         leaves, found = jax.tree_util.tree_flatten(tree)
         if found != structure:
             return None
+        # NumPy arrays are copied, because they may change before the backward reads them.
         arrays = [leaf if isinstance(leaf, jax.Array) else jnp.array(leaf) for leaf in leaves]
         self._array_types.update(map(type, arrays))
         return arrays
 
 
 def _passed(sources: Sequence[int | None], given: int, new: int) -> Select:
-    """Returns a function that selects the residuals or the stash from a sequence of inputs and new arrays.
-
-    `sources` has the position of each array among the inputs, which begin at `given`, or None for the next new array.
-    """
+    """Returns a function that selects the residuals or the stash from a sequence of inputs and new arrays."""
+    # A source is a position among the inputs, which begin at `given`, or None for the next new array, from `new`.
     places = []
     for source in sources:
         places.append(new if source is None else given + source)

@@ -41,30 +41,17 @@ _Shape: TypeAlias = tuple[tuple[int, ...], DTypeLike]
 
 @dataclass(frozen=True)
 class Task:
-    """One computation of an executable.
+    """One computation of an executable. A *register* is the number of an array: `Registers.avals` has its shape and dtype."""
 
-    A *register* is the number of an array. `Registers.avals` has its shape and dtype.
-
-    Attributes:
-        kind: The action (`forward`, `dgrad`, `wgrad` or `backward`), `key` (folds a random key), `loss` (computes the loss and
-            its gradients), `pack` (joins or splits residuals) or `function` (any other).
-        index: The callable. A loss or function runs on the device of this callable.
-        ins: Registers of the inputs besides parameters.
-        outs: Registers of the outputs; None for an output that is dropped or passed through.
-        params: Registers of the parameters that the task reads.
-        grads: The gradients that the task computes: (index of the parameter, register of the gradient, how). *how* is `new` (an
-            array in the dtype of the parameter), `start` (a new float32 sum) or `add` (added to the float32 sum in the
-            register).
-        fn: Computes a `loss`, `pack` or `function`; None for other kinds. A loss maps the arrays of `params` and `ins` to
-            (outputs, gradients in the order of `grads`). A pack or function maps the arrays of `ins` to outputs.
-    """
-
+    # The action, or: `key` folds a random key, `loss` also computes its gradients, `pack` joins or splits residuals.
     kind: Kind | Literal["key", "loss", "pack", "function"]
-    index: int
-    ins: tuple[int, ...]
-    outs: tuple[int | None, ...]
-    params: tuple[int, ...] = ()
+    index: int  # of the callable; a loss or function runs on its device
+    ins: tuple[int, ...]  # registers of the inputs besides parameters
+    outs: tuple[int | None, ...]  # None for an output that is dropped or passed through
+    params: tuple[int, ...] = ()  # registers of the parameters that the task reads
     grads: tuple[Grad, ...] = ()
+    # A loss maps the arrays of `params` and `ins` to (outputs, gradients in the order of `grads`). A pack or function maps the
+    # arrays of `ins` to outputs. None for other kinds.
     fn: Callable[..., Any] | None = None
 
     @property
@@ -74,17 +61,12 @@ class Task:
 
 
 class Registers:
-    """Numbers arrays: register r holds an array with the shape and dtype `avals[r]`.
-
-    Attributes:
-        avals: Shape and dtype of each register. Methods append to this list.
-    """
+    """Numbers arrays: register r holds an array with the shape and dtype `avals[r]`."""
 
     def __init__(self, avals: Iterable[jax.ShapeDtypeStruct] = ()):
-        self.avals = list(avals)
+        self.avals = list(avals)  # methods append to it
 
     def register(self, aval: jax.ShapeDtypeStruct) -> int:
-        """Adds a register for an array with the shape and dtype of `aval`, and returns its number."""
         self.avals.append(aval)
         return len(self.avals) - 1
 
@@ -95,20 +77,9 @@ class Registers:
     def task(
         self, kind: Kind, shaped: Shaped, ins: Sequence[int], param: Callable[[int], int], grads: Sequence[Grad]
     ) -> tuple[Task, list[int], list[int]]:
-        """Makes the task of one action of a callable, and adds registers for its outputs.
+        """Makes the task of an action. Returns it, the registers of y or dx, and those of the residuals or the stash.
 
-        Args:
-            kind: The action: `forward`, `dgrad`, `wgrad` or `backward`.
-            shaped: The callable.
-            ins: Registers of (x, extra) for forward, of (residuals, dy) for dgrad and backward, of (residuals of the pool
-                forward_wgrad, stash) for wgrad.
-            param: Maps the index of a parameter to its register. Called for each parameter that the action reads.
-            grads: The gradients of the action: (index of the parameter, register, `new`, `start` or `add`).
-
-        Returns:
-            Three values: the task; the registers of y (forward) or dx (dgrad, backward; empty for wgrad); and the registers of
-            the residuals (forward) or the stash (dgrad), empty for other actions. An array that is passed through keeps the
-            register of the input. The last outputs of a forward are aux.
+        `ins` are (x, extra), (residuals, dy) or (residuals of the pool forward_wgrad, stash). Adds registers for outputs.
         """
         results = {"forward": shaped.y.avals, "wgrad": ()}.get(kind, shaped.x.avals[: shaped.num_dx])
         left, sources = {
@@ -116,6 +87,7 @@ class Registers:
             "dgrad": (shaped.stash.avals, shaped.stash_from),
         }.get(kind, ((), ()))
         made = self.new(results)
+        # An array that is passed through keeps the register of the input.
         kept = [self.register(a) if source is None else ins[source] for a, source in zip(left, sources, strict=True)]
         written = [r if source is None else None for r, source in zip(kept, sources, strict=True)]
         aux = self.new(shaped.aux.avals if kind == "forward" else ())
@@ -125,26 +97,15 @@ class Registers:
 
 @dataclass(frozen=True)
 class Interface:
-    """The tasks of an executable, and the registers of its inputs and outputs.
+    """The tasks of an executable, and its registers: `(*sums, *outs) = compiled(*sums, *donated, *read)`."""
 
-    Every input is a positional argument, because JAX takes 0.5 us less to flatten them than a tuple of tuples:
-    `(*sums, *outs) = compiled(*sums, *donated, *read)`.
-
-    Attributes:
-        tasks: The tasks in order.
-        sums: Registers that are updated in place: the first arguments, which are donated, and the first outputs.
-        donated: Registers of inputs that are donated to outputs of equal shape and dtype.
-        read: Registers of the other inputs.
-        outs: Registers of the outputs besides `sums`.
-        shapes: (shape, dtype) of each input, in the order `sums`, `donated`, `read`.
-    """
-
+    # Every input is a positional argument, because JAX takes 0.5 us less to flatten them than a tuple of tuples.
     tasks: tuple[Task, ...]
-    sums: tuple[int, ...]
-    donated: tuple[int, ...]
-    read: tuple[int, ...]
-    outs: tuple[int, ...]
-    shapes: tuple[_Shape, ...]
+    sums: tuple[int, ...]  # updated in place: donated, and the first outputs
+    donated: tuple[int, ...]  # donated to outputs of equal shape and dtype
+    read: tuple[int, ...]  # the other inputs
+    outs: tuple[int, ...]  # the outputs besides `sums`
+    shapes: tuple[_Shape, ...]  # of each input, in the order `sums`, `donated`, `read`
 
     @property
     def name(self) -> str:
@@ -171,16 +132,10 @@ class Interface:
 
 @dataclass(frozen=True, eq=False)
 class Executable:
-    """A compiled program with the registers of its caller.
-
-    Attributes:
-        compiled: The program.
-        report: The capture report of the program; None on platforms without command buffers.
-        io: The tasks and registers of the program.
-    """
+    """A compiled program with the registers of its caller."""
 
     compiled: jax.stages.Compiled
-    report: CaptureReport | None
+    report: CaptureReport | None  # None on platforms without command buffers
     io: Interface
 
     @cached_property
@@ -218,22 +173,7 @@ def compile_tasks(
     *,
     copies: Copies = "shared",
 ) -> list[Executable]:
-    """Compiles executables, up to 16 at a time in threads. Does not run them.
-
-    Args:
-        interfaces: The tasks and registers of each executable.
-        callables: The callables of the tasks.
-        options: XLA options, values by name.
-        copies: `shared` if equal interfaces share an executable, `each` if every interface has its own. `each` has no effect on
-            a CPU.
-
-    Returns:
-        One executable per interface, in order.
-
-    Raises:
-        CompilerOptionError: If XLA refuses an option.
-        DonationError: If a register of `sums` is not updated in place.
-    """
+    """Compiles executables, up to 16 at a time in threads, and checks that `sums` are updated in place. Does not run them."""
     of_index = {shaped.index: shaped for shaped in callables}
     # The number distinguishes equal interfaces if `copies` is each.
     names = [(io.numbered(), n * (copies == "each")) for n, io in enumerate(interfaces)]
@@ -242,6 +182,7 @@ def compile_tasks(
 
     def compiled(name: tuple[Interface, int]) -> tuple[jax.stages.Compiled, CaptureReport | None]:
         # On a GPU, the options have a separate directory for each report, so JAX does not return an executable from its cache.
+        # On a CPU it does, so that `copies` each has no effect.
         program, platform = lowered[name[0]]
         return compile_and_report(program, dict(options), platform=platform)
 
@@ -273,26 +214,13 @@ def _lower(io: Interface, callables: Mapping[int, Shaped]) -> tuple[jax.stages.L
 def interface(
     tasks: Sequence[Task],
     avals: Sequence[jax.ShapeDtypeStruct],
-    wanted: Collection[int],
+    wanted: Collection[int],  # registers that are read outside of the executable
     *,
-    standing: Collection[int] = (),
-    dying: Collection[int] = (),
-    stored: Mapping[int, int] | None = None,
+    standing: Collection[int] = (),  # registers that are updated in place, besides those of gradients that are added
+    dying: Collection[int] = (),  # registers without a later reader, donated if an output has the same shape and dtype
+    stored: Mapping[int, int] | None = None,  # output registers to registers of equal buffers, which are donated to them
 ) -> Interface:
-    """Finds the inputs and outputs of an executable. Compiles nothing.
-
-    Args:
-        tasks: The tasks in order.
-        avals: Shape and dtype of every register.
-        wanted: Registers that are read outside of the executable.
-        standing: Registers that are updated in place, besides those of gradients that are added.
-        dying: Registers that nothing reads after the executable. They are donated if an output has the same shape and dtype.
-        stored: Maps output registers to registers of buffers with the same shape and dtype, which are donated to them; None for
-            none.
-
-    Returns:
-        The interface of the executable. The outputs with a buffer come first.
-    """
+    """Finds the inputs and outputs of an executable. Outputs with a buffer in `stored` come first. Compiles nothing."""
 
     def kind(register: int) -> _Shape:
         return avals[register].shape, avals[register].dtype
@@ -369,11 +297,7 @@ def _summed(
 
 
 def _backward(task: Task, shaped: Shaped, ins: list[Array], read: list[Array], env: dict[int, Array]) -> list[Array]:
-    """Computes a dgrad, wgrad or backward, and writes its gradients into `env`.
-
-    Returns:
-        The leaves of dx, followed by the leaves of the stash for a dgrad.
-    """
+    """Computes a dgrad, wgrad or backward, and writes its gradients into `env`. Returns dx, then the stash of a dgrad."""
     registers: dict[int, tuple[int, How]] = {place: (register, how) for place, register, how in task.grads}
     arrays = [*[None] * (shaped.num_dgrad if task.kind == "wgrad" else 0), *ins]
     residuals, rest = arrays[: len(shaped.residuals)], arrays[len(shaped.residuals) :]

@@ -35,7 +35,7 @@ _NEVER = 1 << 62
 
 
 def ranks_of(schedule: Schedule) -> list[int]:
-    """Returns the rank of each callable, a list of integers."""
+    """Returns the rank of each callable."""
     return np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
 
 
@@ -47,38 +47,17 @@ def layers_of(schedule: Schedule) -> list[range]:
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """The loss of a microbatch, for fixed shapes. Made by `Loss.of`.
+    """The loss of a microbatch, for fixed shapes. Made by `Loss.of`."""
 
-    Attributes:
-        fn: `fn(params, y, *args) -> scalar`.
-        params: Parameters of the loss.
-        args: Arguments after y.
-        y: The output of the last callable.
-        aval: Shape () and floating dtype of the loss.
-    """
-
-    fn: Callable[..., jax.Array]
+    fn: Callable[..., jax.Array]  # fn(params, y, *args) -> scalar
     params: Side
-    args: Side
-    y: Side
-    aval: jax.ShapeDtypeStruct
+    args: Side  # arguments after y
+    y: Side  # the output of the last callable
+    aval: jax.ShapeDtypeStruct  # of the loss, a floating scalar
 
     @classmethod
     def of(cls, fn: Callable[..., jax.Array], y: Side, args: tuple[Tree, ...], params: Params = ()) -> "Loss":
-        """Traces a loss. Does not run it.
-
-        Args:
-            fn: `fn(params, y, *args) -> scalar`.
-            y: The output of the last callable.
-            args: Arrays or shapes of the arguments after y for one microbatch.
-            params: Arrays or shapes of the parameters of the loss; () for none.
-
-        Returns:
-            The loss.
-
-        Raises:
-            CallableError: If the result is not one floating scalar.
-        """
+        """Traces a loss. Raises CallableError if the result is not one floating scalar."""
         weights, given = Side.of(params), Side.of(args)
         loss = jax.eval_shape(fn, weights.shapes(), y.shapes(), *given.shapes())
         if not isinstance(loss, jax.ShapeDtypeStruct):
@@ -88,15 +67,7 @@ class Loss:
         return cls(fn, weights, given, y, shape_of(loss))
 
     def differentiated(self, params: list[jax.Array], ins: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Computes the loss and its gradients. A pure function.
-
-        Args:
-            params: Leaves of the parameters of the loss.
-            ins: Leaves of (y, args).
-
-        Returns:
-            The leaves of (loss, dy), and the gradients of the parameters in the order of the leaves.
-        """
+        """Returns the leaves of (loss, dy) and the gradients of the parameters, from leaves of params and (y, args)."""
         y, args = self.y.unflatten(ins[: len(self.y)]), self.args.unflatten(ins[len(self.y) :])
         loss, (gradients, dy) = jax.value_and_grad(self.fn, argnums=(0, 1))(self.params.unflatten(params), y, *args)
         return [loss, *jax.tree.leaves(dy)], jax.tree.leaves(gradients)
@@ -107,60 +78,30 @@ class PlanFunction:
     """A function that a plan runs once before or after the schedule, as a separate executable.
 
     Its results stay in the same buffers in every run.
-
-    Attributes:
-        fn: Maps a list of arrays (in the order of `ins`) to a list of arrays (in the order of `outs`). Its `__name__` is the
-            name of the executable.
-        index: Number of a callable on the device that runs the function.
-        ins: Names of the inputs: results of the plan, or arguments of the plan.
-        outs: Names of the results. `("params", i, place)` provides parameter `place` of callable i to the schedule.
-        shapes: Shapes of the inputs that are arguments of the plan, by name.
     """
 
-    fn: Callable[[list[jax.Array]], list[jax.Array]]
-    index: int
-    ins: Sequence[Name]
-    outs: Sequence[Name]
+    fn: Callable[[list[jax.Array]], list[jax.Array]]  # arrays of `ins` to arrays of `outs`; `__name__` names the executable
+    index: int  # of a callable on the device that runs the function
+    ins: Sequence[Name]  # results of the plan, or arguments of the plan
+    outs: Sequence[Name]  # ("params", i, place) provides parameter `place` of callable i to the schedule
+    # Shapes of the inputs that are arguments of the plan.
     shapes: dict[Name, jax.ShapeDtypeStruct] = field(default_factory=dict)
 
 
 @dataclass
 class Unit:
-    """An action of one callable: tasks that are always in the same executable, and the transfers of their results.
-
-    Attributes:
-        rank: The rank of the callable.
-        tick: The tick (time slot of the schedule) of the action; 0 for a plan function.
-        tasks: The tasks in order.
-        sends: Transfers: (source register, target register, target device).
-        needed_at: Tick of the action on another rank that computes an input; -1 if all inputs are from this rank.
-        used_at: Tick of the action on another rank that reads a result; larger than any tick if only this rank reads the
-            results.
-    """
+    """An action of one callable: tasks that are always in the same executable, and the transfers of their results."""
 
     rank: int
-    tick: int
+    tick: int  # time slot of the schedule; 0 for a plan function
     tasks: list[Task] = field(default_factory=list)
-    sends: list[tuple[int, int, JaxDevice]] = field(default_factory=list)
-    needed_at: int = -1
-    used_at: int = _NEVER
+    sends: list[tuple[int, int, JaxDevice]] = field(default_factory=list)  # (source register, target register, target device)
+    needed_at: int = -1  # tick of the action on another rank that computes an input; -1 if there is none
+    used_at: int = _NEVER  # tick of the action on another rank that reads a result
 
 
 class Flow(Registers):
-    """The registers of a schedule. A register is the number of an array; `avals[r]` has the shape and dtype of the array.
-
-    Attributes:
-        named: Registers of the arguments of the plan, by name: ("params", callable, parameter), where the loss counts as an
-            additional last callable; ("x" | "loss", microbatch, leaf) for the inputs and for the arguments of the loss;
-            ("extra", callable, microbatch, leaf); ("keys", callable, leaf) for a random key to be folded; ("step", rank);
-            ("microbatch", rank, number); and the inputs of plan functions.
-        results: Registers of the results, by name: ("loss", microbatch); ("sum", callable, parameter) for gradients, where the
-            loss counts as an additional last callable; ("aux", callable, microbatch, leaf); ("y", microbatch, leaf) if outputs
-            are kept; and the results of plan functions.
-        standing: Registers that are updated in place, with their devices.
-        devices: The device of each rank.
-        loss: The loss of a microbatch.
-    """
+    """The registers of a schedule. A register is the number of an array; `avals[r]` has the shape and dtype of the array."""
 
     def __init__(
         self, callables: Sequence[Shaped], schedule: Schedule, loss: Loss, aliased: Sequence[Sequence[int]], outputs: Outputs
@@ -171,28 +112,25 @@ class Flow(Registers):
         self._rank_of = ranks_of(schedule)
         by_rank = dict(zip(self._rank_of, (shaped.device for shaped in callables), strict=True))
         self.devices = [by_rank[rank] for rank in range(schedule.num_ranks)]
+        # Arguments of the plan: ("params", callable, parameter), where the loss counts as an additional last callable; ("x" |
+        # "loss", microbatch, leaf) for the inputs and for the arguments of the loss; ("extra", callable, microbatch, leaf);
+        # ("keys", callable, leaf) for a random key to be folded; ("step", rank); ("microbatch", rank, number); and the inputs
+        # of plan functions.
         self.named: dict[Name, int] = {}
+        # ("loss", microbatch); ("sum", callable, parameter) for gradients, where the loss counts as an additional last
+        # callable; ("aux", callable, microbatch, leaf); ("y", microbatch, leaf) if outputs are kept; and the results of plan
+        # functions.
         self.results: dict[Name, int] = {}
+        # Registers that are updated in place, with their devices.
         self.standing: dict[int, JaxDevice] = {}
         # Registers of arrays with a later reader, by ("x" | "dy" | "residuals" | "stash", callable, microbatch).
         self._values: dict[tuple[str, int, int], list[int]] = {}
         self._buffers: dict[tuple[int, tuple[int, ...], DTypeLike], list[int]] = {}
 
     def send_buffer(self, source: int, rank: int, busy: set[int]) -> int:
-        """Selects the send buffer for an array: a register that is written before a transfer to another device.
-
-        Adds a register, also to `standing`, if the rank has fewer than three buffers of this shape and dtype, or all are busy.
-        Otherwise selects the least recently used one.
-
-        Args:
-            source: Register of the array.
-            rank: The sending rank.
-            busy: Send buffers that the same executable already writes. The selected one is added, in place.
-
-        Returns:
-            The register of the buffer.
-        """
+        """Selects the send buffer of an array and adds it to `busy`, those that the same executable already writes."""
         aval = self.avals[source]
+        # The buffers of this shape and dtype, least recently used first.
         turns = self._buffers.setdefault((rank, aval.shape, aval.dtype), [])
         free = [r for r in turns if r not in busy]
         if free and len(turns) >= _SEND_BUFFERS:
@@ -205,16 +143,7 @@ class Flow(Registers):
         return buffer
 
     def function(self, function: PlanFunction) -> Unit:
-        """Assigns registers to the inputs and results of a plan function. Traces the function.
-
-        Adds its results to `results` and `standing`, and its other inputs to `named`.
-
-        Args:
-            function: The plan function.
-
-        Returns:
-            A unit with one task.
-        """
+        """Assigns registers to the inputs and results of a plan function, and traces it."""
         ins = [self.results[n] if n in self.results else self._given(function.shapes[n], *n) for n in function.ins]
         outs = self.new(map(shape_of, jax.eval_shape(function.fn, [self.avals[r] for r in ins])))
         self.results |= dict(zip(function.outs, outs, strict=True))
@@ -223,15 +152,7 @@ class Flow(Registers):
         return Unit(self._rank_of[function.index], 0, [task])
 
     def units(self, schedule: Schedule) -> list[Unit]:
-        """Assigns registers to the actions of all ranks. Adds the arguments and results to `named` and `results`.
-
-        Args:
-            schedule: The schedule of the constructor.
-
-        Returns:
-            One unit per action and callable, by tick, then rank. The units of an action are in the order of its computation:
-            layer by layer, reversed for a backward. A callable without delayed gradients has no unit for wgrad.
-        """
+        """Assigns registers to the actions of all ranks. Returns one unit per action and callable, by tick, then rank."""
         layers = layers_of(schedule)
         # Ticks of forwards and dgrads, [stage, microbatch], padded with -1 before the first stage and after the last.
         forward, dgrad = (
@@ -348,20 +269,11 @@ class Flow(Registers):
 
 
 def segments_of(units: Sequence[Unit], join: Join) -> list[list[Unit]]:
-    """Groups units into segments, one per executable.
-
-    Consecutive actions of a rank are joined if no transfer is needed between them: in the ticks of the schedule, other ranks
-    compute the inputs before the first action starts, and read the results after the last action ends. Every segment therefore
-    depends only on segments that start earlier, so playing segments in the order of their first ticks cannot deadlock. A
-    segment has about 64 tasks at most.
-
-    Args:
-        units: The actions of all ranks by tick.
-        join: `segments` joins actions, `nothing` makes one segment per unit.
-
-    Returns:
-        The segments by their first tick, each a list of units in order.
-    """
+    """Groups units into segments, one per executable, by first tick. `join` nothing makes one segment per unit."""
+    # Consecutive actions of a rank are joined if no transfer is needed between them: in the ticks of the schedule, other ranks
+    # compute the inputs before the first action starts, and read the results after the last action ends. Every segment
+    # therefore depends only on segments that start earlier, so playing segments in the order of their first ticks cannot
+    # deadlock.
     done: list[list[Unit]] = []
     open_: dict[int, list[Unit]] = {}
     for unit in units:

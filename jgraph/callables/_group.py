@@ -291,11 +291,7 @@ class GraphedCallables(Sequence[Graphed]):
     def _give(
         self, flow: Flow, given: Mapping[str, Sequence[Tree]], key: jax.Array | None, step: int
     ) -> dict[str, Callable[..., jax.Array]]:
-        """Returns the functions for `ExecutionPlan.fill`, from the arguments of `run`.
-
-        Raises:
-            CallableError: If an argument differs from the sample. The message lists every difference.
-        """
+        """Returns the functions for `ExecutionPlan.fill`. Raises CallableError with every difference from the sample."""
         callables = self._shaped
         first, last = callables[0], callables[-1]
         sent: dict[tuple[int, JaxDevice], jax.Array] = {}

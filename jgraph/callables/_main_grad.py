@@ -14,39 +14,24 @@ from jgraph.types import Tree
 
 
 class MainGrad:
-    """The float32 sums of a callable's aliased gradients, and the lease on their current values.
-
-    An *aliased* gradient is a sum that stays in the same buffer. Callers read it through `Borrowed` handles, which the next
-    update of the sums makes stale.
-
-    Attributes:
-        places: Indices of the parameters with aliased gradients, ascending.
-        arrays: The sums by parameter index; empty until the first gradient.
-        updates: Number of calls of `update` so far.
-    """
+    """The float32 sums of a callable's aliased gradients, and the lease on their current values."""
 
     def __init__(self, shaped: Shaped, parts: Iterable[Executable]):
         self._callable = f"callable {shaped.index}"
         self._name = f"main_grad of {self._callable}"
         self._params, self._device = shaped.params, shaped.device
+        # Indices of the parameters with aliased gradients.
         self.places = sorted({place for part in parts for place in part.adds})
-        self.arrays: dict[int, jax.Array] = {}
+        self.arrays: dict[int, jax.Array] = {}  # sums by parameter index; empty until the first gradient
         self.updates = 0
         self._lease = Lease(self._name)
 
     def open(self) -> dict[int, jax.Array]:
-        """Returns the sums by parameter index. Allocates them as zeros on the device of the callable before the first gradient.
-
-        Returns:
-            The dict `arrays` itself, not a copy.
-
-        Raises:
-            OwnershipError: If the caller donated or deleted a sum. It cannot restart from zero while the other sums continue.
-            CallableError: If the sums are allocated inside a JAX transformation.
-        """
+        """Returns the sums by parameter index, not a copy. Allocates them as zeros before the first gradient."""
         if not self.arrays:
             return self.renew()
         for place, array in self.arrays.items():
+            # A deleted sum cannot restart from zero while the other sums continue.
             if array.is_deleted():
                 gone = f"{self._name}, {self._params.paths[place]!r}, was donated or deleted by the caller, or by a failed call"
                 advice = "call zero_grads() to start all sums from zero; to keep a sum, donate a .copy() of it"
@@ -54,16 +39,7 @@ class MainGrad:
         return self.arrays
 
     def renew(self) -> dict[int, jax.Array]:
-        """Returns the buffers for sums that start from zero, by parameter index. Does not set existing buffers to zero.
-
-        Allocates all buffers, as zeros, if one does not exist or was deleted.
-
-        Returns:
-            The dict `arrays` itself, not a copy.
-
-        Raises:
-            CallableError: If the sums are allocated inside a JAX transformation.
-        """
+        """Returns the buffers for sums that start from zero. Does not set existing buffers to zero."""
         if any(place not in self.arrays or self.arrays[place].is_deleted() for place in self.places):
             avals = self._params.avals
             arrays = {i: jnp.zeros(avals[i].shape, jnp.float32, device=self._device) for i in self.places}
@@ -72,11 +48,7 @@ class MainGrad:
         return self.arrays
 
     def zero(self) -> None:
-        """Sets the sums to zero, in place, and makes all handles stale. Does nothing before the first gradient.
-
-        Raises:
-            CallableError: If called inside a JAX transformation.
-        """
+        """Sets the sums to zero, in place, and makes all handles stale. Does nothing before the first gradient."""
         if self.arrays:
             sums = self.renew()
             zeros = _zeros(list(sums.values()))
@@ -85,12 +57,7 @@ class MainGrad:
             self.arrays = dict(zip(sums, zeros, strict=True))
 
     def update(self, arrays: Iterable[tuple[int, jax.Array]], by: str) -> None:
-        """Stores new sums, and makes all handles on the previous values stale.
-
-        Args:
-            arrays: Pairs of a parameter index and the new sum. Sums of other parameters stay.
-            by: Name of the call that updated the sums, for the message of stale handles.
-        """
+        """Stores new sums by parameter index, and makes all handles stale. `by` names the call, for their message."""
         self.updates += 1
         self.end(f"updated in place by {by} (update {self.updates})")
         self.arrays.update(arrays)
@@ -108,32 +75,14 @@ class MainGrad:
         self.arrays = {}
 
     def handles(self) -> list[Borrowed]:
-        """Makes handles on the sums. Allocates the sums as zeros before the first gradient.
-
-        Returns:
-            One handle per entry of `places`, in this order. Empty without aliased gradients.
-
-        Raises:
-            OwnershipError: If the caller donated or deleted a sum.
-        """
+        """Returns one handle per entry of `places`. Allocates the sums as zeros before the first gradient."""
         if not self.places:
             return []
         sums, lease, paths = self.open(), self._lease, self._params.paths
         return [Borrowed(sums[place], lease, paths[place]) for place in self.places]
 
     def tree(self, owned: Mapping[int, jax.Array]) -> Tree:
-        """Returns gradients in the structure of params.
-
-        Args:
-            owned: Gradients owned by the caller, by parameter index.
-
-        Returns:
-            A tree like params. A leaf is the array of `owned`, else a handle on the sum, else None for a parameter without
-            either.
-
-        Raises:
-            OwnershipError: If the caller donated or deleted a sum.
-        """
+        """Returns gradients in the structure of params: the array of `owned`, else a handle on the sum, else None."""
         gradients = {**dict(zip(self.places, self.handles(), strict=True)), **owned}
         return self._params.unflatten([gradients.get(place) for place in range(len(self._params))])
 

@@ -16,45 +16,26 @@ _ADVICE = "build callables for each thread, or call evaluate, which keeps no arr
 
 @dataclass(eq=False, slots=True)
 class Microbatch:
-    """A microbatch that waits for a backward call, and the arrays for that call.
+    """A microbatch that waits for a backward call, and the arrays for that call. They are not copied."""
 
-    Attributes:
-        number: Number of its forward, from 0.
-        params: Leaves of the parameters that its forward was called with; not copied.
-        residuals: Leaves of the residuals (arrays that forward keeps): of both pools before dgrad, of the pool forward_wgrad
-            after it.
-        stash: Leaves of the stash (arrays that dgrad keeps for wgrad); empty before dgrad.
-        early: Gradients of parameters that dgrad returned as new arrays; empty before dgrad.
-    """
-
-    number: int
-    params: Sequence[Array]
-    residuals: Sequence[Array]
-    stash: Sequence[Array] = ()
-    early: Sequence[Array] = ()
+    number: int  # of its forward, from 0
+    params: Sequence[Array]  # leaves of the parameters that its forward was called with
+    residuals: Sequence[Array]  # arrays that forward keeps: both pools before dgrad, the pool forward_wgrad after it
+    stash: Sequence[Array] = ()  # arrays that dgrad keeps for wgrad
+    early: Sequence[Array] = ()  # gradients that dgrad returned as new arrays
 
 
 class Waiting:
-    """The microbatches of a callable that wait for a backward call, by number, oldest first.
+    """The microbatches of a callable that wait for a backward call, by number, oldest first. Also a lock for one thread.
 
-    Also a lock, used as a context manager by one thread at a time. Other threads cannot take it while microbatches of its last
-    owner wait. Entering raises CallableError instead of waiting if another thread holds the lock, or microbatches of another
-    thread wait.
-
-    Attributes:
-        after: Waiting microbatches: a dict with the keys `dgrad` and `forward`, the last action of the microbatch, and values
-            that map the number of a microbatch to the `Microbatch`.
+    Entering raises CallableError instead of waiting if another thread holds the lock, or microbatches of another thread wait.
     """
 
     def __init__(self, name: str, most: int):
-        """Makes an empty set of waiting microbatches.
-
-        Args:
-            name: Name of the callable, for messages.
-            most: Maximum number of microbatches that wait for their dgrad at once in the order.
-        """
+        # `most` is the maximum number of microbatches that wait for their dgrad at once in the order.
         self._name, self._most, self._count = name, most, 0
         self._lock, self._thread = RLock(), 0
+        # Waiting microbatches by their last action, then by number.
         self.after: dict[Literal["dgrad", "forward"], dict[int, Microbatch]] = {"dgrad": {}, "forward": {}}
 
     def __enter__(self) -> None:
@@ -89,30 +70,12 @@ class Waiting:
         return tuple(number for waiting in self.after.values() for number in waiting)
 
     def add(self, params: Sequence[Array], residuals: Sequence[Array]) -> None:
-        """Adds a microbatch after its forward, with the next number. Call it while holding the lock.
-
-        Args:
-            params: Leaves of the parameters. Not copied.
-            residuals: Leaves of the residuals, the arrays that forward keeps. Not copied.
-        """
+        """Adds a microbatch after its forward, with the next number. Call it while holding the lock."""
         self.after["forward"][self._count] = Microbatch(self._count, params, residuals)
         self._count += 1
 
     def next(self, part: str, before: Literal["forward", "dgrad"], number: int | None) -> Microbatch:
-        """Selects the microbatch of a backward call. Does not remove it.
-
-        Args:
-            part: Name of the call, for messages: `dgrad`, `wgrad` or `backward`.
-            before: The last action of the microbatch.
-            number: Number of the microbatch; None for the oldest.
-
-        Returns:
-            The microbatch.
-
-        Raises:
-            CallableError: If no microbatch or not this one waits for the call; or if `number` is None, `before` is `forward`,
-                and more microbatches wait than at most in the order.
-        """
+        """Selects a microbatch (None: the oldest) with the last action `before` for the call `part`. Does not remove it."""
         waiting = self.after[before]
         if number is not None:
             self._check_waits(part, tuple(waiting), number)
@@ -137,14 +100,7 @@ class Waiting:
         del self.after["dgrad" if microbatch.number in self.after["dgrad"] else "forward"][microbatch.number]
 
     def drop(self, number: int | None) -> None:
-        """Removes waiting microbatches, and so drops the references to their arrays. Call it under `taken_over`.
-
-        Args:
-            number: Number of the microbatch; None for all.
-
-        Raises:
-            CallableError: If the microbatch does not wait.
-        """
+        """Removes a waiting microbatch, or all for None, and so drops their arrays. Call it under `taken_over`."""
         if number is not None:
             self._check_waits("drop", self.numbers, number)
         for microbatch in [m for waiting in self.after.values() for m in waiting.values() if number in (None, m.number)]:

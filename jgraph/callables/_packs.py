@@ -21,41 +21,26 @@ _MOST_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Pack:
-    """Residuals that are stored as one array.
+    """Residuals of one dtype that are stored as one array."""
 
-    Attributes:
-        places: Indices of the residuals.
-        avals: Their shapes and dtypes. All dtypes are equal.
-    """
-
-    places: tuple[int, ...]
+    places: tuple[int, ...]  # indices of the residuals
     avals: tuple[jax.ShapeDtypeStruct, ...]
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the pack, which has one axis."""
         return jax.ShapeDtypeStruct((sum(aval.size for aval in self.avals),), self.avals[0].dtype)
 
     def join(self, arrays: Sequence[Array]) -> list[Array]:
-        """Concatenates the residuals. Returns a list with the pack."""
         return [jnp.concatenate([array.ravel() for array in arrays])]
 
     def split(self, packed: Sequence[Array]) -> list[Array]:
-        """Returns the residuals from a list with the pack."""
         (pack,) = packed
         pieces = jnp.split(pack, np.cumsum([aval.size for aval in self.avals])[:-1])
         return [piece.reshape(aval.shape) for piece, aval in zip(pieces, self.avals, strict=True)]
 
 
 def packs_of(shaped: Shaped) -> list[Pack]:
-    """Groups the small residuals that forward computes by dtype. A dtype with one small residual has no pack.
-
-    Args:
-        shaped: The callable.
-
-    Returns:
-        The packs.
-    """
+    """Groups the small residuals that forward computes by dtype. A dtype with one small residual has no pack."""
     places: dict[jnp.dtype, list[int]] = defaultdict(list)
     for i, (aval, source) in enumerate(zip(shaped.residuals.avals, shaped.residuals_from, strict=True)):
         is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)

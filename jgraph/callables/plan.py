@@ -1,7 +1,8 @@
 """An execution plan: a schedule as a list of instructions for the host.
 
 An instruction runs one executable on arrays by register, sends results to other devices, and frees arrays after their last
-read.
+read. A *register* is an index in the list of arrays of a run. A *standing* register holds a buffer that is updated in place: a
+gradient sum, a send buffer (an array before its transfer to another device) or the result of a plan function.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,63 +36,31 @@ Reports = list[tuple[str, CaptureReport | None]]
 
 @dataclass(frozen=True)
 class Instruction:
-    """One step of an execution plan: run an executable, send results to other devices, and free arrays.
-
-    A *register* is an index in the list of arrays of a run. A *standing* register holds a buffer that is updated in place.
-
-    Attributes:
-        executable: The executable to run. It reads and writes registers.
-        sends: Transfers after the executable, each as (source register, target register, target device).
-        returns: Moves after the transfers, each as (source register, target register). The array in the source register was
-            written into a send buffer, and moves to the standing register of this buffer. The source register becomes None.
-        frees: Registers that become None at the end. This frees each array without another reference.
-    """
+    """One step of an execution plan: runs an executable, sends results to other devices, and frees arrays."""
 
     executable: Executable
-    sends: tuple[tuple[int, int, JaxDevice], ...]
-    returns: tuple[tuple[int, int], ...]
-    frees: tuple[int, ...]
+    sends: tuple[tuple[int, int, JaxDevice], ...]  # (source register, target register, target device)
+    returns: tuple[tuple[int, int], ...]  # moves a sent array (source register, send buffer) back to its standing register
+    frees: tuple[int, ...]  # registers that become None, which frees each array without another reference
 
 
 @dataclass(frozen=True, eq=False)
 class ExecutionPlan:
-    """Instructions, and the registers that they read and write. Only one thread at a time may play a plan.
-
-    A *register* is an index in the list of arrays of a run. A *standing* register holds a buffer that is updated in place: a
-    gradient sum, a send buffer (an array before its transfer to another device) or the result of a plan function.
-
-    Attributes:
-        instructions: The instructions in the order of execution.
-        flow: The registers by name: those of the arguments (`named`), of the results (`results`) and the standing ones
-            (`standing`), and the shape and dtype of each register (`avals`).
-        buffers: Arrays in standing registers between two runs, by register. Empty before the first run. `play` changes this
-            dict.
-    """
+    """Instructions, and the registers that they read and write. Only one thread at a time may play a plan."""
 
     instructions: tuple[Instruction, ...]
     flow: Flow
+    # Arrays in standing registers between two runs. Empty before the first run. `play` changes it.
     buffers: dict[int, jax.Array] = field(default_factory=dict)
 
     @property
     def reports(self) -> Reports:
-        """List of (name, capture report) with one entry for each distinct executable, in the order of first execution.
-
-        The report describes the command buffers (CUDA graphs) of the executable. It is None if XLA gave no report.
-        """
+        """(name, capture report) of each distinct executable, in the order of first execution."""
         executables = [instruction.executable for instruction in self.instructions]
         return [(e.io.name, e.report) for e in {id(e.compiled): e for e in executables}.values()]
 
     def fill(self, give: Mapping[str, Callable[..., jax.Array]]) -> list[Any]:
-        """Fills the registers with the arguments of the plan.
-
-        Args:
-            give: Functions that return the arguments, by the kind of argument. A name in `flow.named` is a tuple of a kind and
-                indices, such as ("params", callable, parameter). For each name, `give[kind](*indices)` is called once. It
-                returns the array of this argument.
-
-        Returns:
-            A new list with one element for each register: the array of an argument, or None for any other register.
-        """
+        """Returns the arrays by register: `give[kind](*indices)` for an argument (kind, *indices), None for any other."""
         registers: list[Any] = [None] * len(self.flow.avals)
         for (kind, *place), register in self.flow.named.items():
             registers[register] = give[kind](*place)
@@ -103,44 +72,17 @@ def make_plan(
     schedule: Schedule,
     loss: Loss,
     *,
-    aliased: Sequence[Sequence[int]],
-    reuse: bool,
+    aliased: Sequence[Sequence[int]],  # parameters with sums in standing registers, for each callable and perhaps the loss
+    reuse: bool,  # donates buffers to their last reader, or frees them after it, instead of at the end of a run
     options: Mapping[str, OptionValue],
     join: Join = "segments",
     outputs: Outputs = "drop",
     copies: Copies = "each",
+    # Functions to run before and after the schedule, in order, each as a separate executable.
     before: Sequence[PlanFunction] = (),
     after: Sequence[PlanFunction] = (),
 ) -> ExecutionPlan:
-    """Compiles a schedule into instructions. Does not run them.
-
-    A *register* is an index in the list of arrays of a run. A *standing* register holds a buffer that is updated in place. A
-    *rank* is a device of the schedule.
-
-    Args:
-        callables: The callables in the order in which a microbatch passes through them.
-        schedule: For every rank, its actions in the order of execution.
-        loss: The loss of a microbatch.
-        aliased: One sequence for each callable, and a last one for the loss if the loss has parameters. Each has the indices of
-            the parameters whose gradient sums are in standing registers. The buffer of a sum is the array that the caller puts
-            in its register before `play` (main_grad), or else a buffer of the plan.
-        reuse: True donates buffers to their last reader, or frees them after it. False keeps all arrays of a run until its end.
-        options: XLA options, values by name.
-        join: `segments` compiles consecutive actions of a rank into one executable, `nothing` compiles each action of a
-            callable separately.
-        outputs: `keep` makes y of the last callable a result for every microbatch, `drop` does not.
-        copies: `shared` if equal instructions share an executable, `each` if every instruction has its own. `each` has no
-            effect on a CPU, or with more than 512 instructions.
-        before: Functions to run before the schedule, in order, each as a separate executable.
-        after: Functions to run after the schedule, in order, each as a separate executable.
-
-    Returns:
-        The compiled plan. Its `buffers` is an empty dict.
-
-    Raises:
-        CompilerOptionError: If XLA refuses an option.
-        DonationError: If an executable does not update a standing register in place.
-    """
+    """Compiles a schedule into instructions. Does not run them."""
     flow = Flow(callables, schedule, loss, aliased, outputs)
     segments = [[flow.function(function)] for function in before] + segments_of(flow.units(schedule), join)
     segments += [[flow.function(function)] for function in after]
@@ -179,11 +121,7 @@ def make_plan(
 def play(plan: ExecutionPlan, registers: list[Any]) -> None:
     """Runs a plan: dispatches every instruction. On GPUs, returns before the devices finish.
 
-    Args:
-        plan: The plan. Its dict `buffers` is changed in place.
-        registers: The list from `ExecutionPlan.fill`, changed in place. Afterwards, the results are at the indices in
-            `plan.flow.results`. Arrays in standing registers are donated. If a standing register is None, it gets its array
-            from `plan.buffers`, or zeros if there is none (first run), and the array is put into `plan.buffers` at the end.
+    Results are then in `registers` at `plan.flow.results`. Donates standing registers; one that is None is filled by the plan.
     """
     from_plan = [r for r in plan.flow.standing if registers[r] is None]
     for r in from_plan:

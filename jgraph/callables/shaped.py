@@ -27,17 +27,11 @@ TreeDef: TypeAlias = jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTyp
 
 @dataclass(frozen=True)
 class Side:
-    """The structure of one argument or result of a function, a tree, and the shapes and dtypes of its leaves.
-
-    Attributes:
-        tree: The tree structure.
-        avals: Shape and dtype of each leaf.
-        paths: Path of each leaf, such as `blocks/0/kernel`, for messages. The path is "" if the tree is a single leaf.
-    """
+    """The structure of one argument or result of a function, a tree, and the shapes and dtypes of its leaves."""
 
     tree: TreeDef
-    avals: tuple[jax.ShapeDtypeStruct, ...]
-    paths: tuple[str, ...]
+    avals: tuple[jax.ShapeDtypeStruct, ...]  # of each leaf
+    paths: tuple[str, ...]  # of each leaf, such as `blocks/0/kernel`, for messages; "" for a tree that is a single leaf
 
     @classmethod
     def of(cls, tree: "Tree | Residuals | Stash | None") -> "Side":
@@ -49,73 +43,48 @@ class Side:
         return len(self.avals)
 
     def unflatten(self, leaves: Sequence[Leaf | None]) -> Any:
-        """Returns a tree with the structure `tree`. `leaves` has one object for each leaf, in the order of `avals`."""
         return self.tree.unflatten(leaves)
 
     def shapes(self) -> Any:
-        """Returns a tree with the structure `tree`. Each leaf is the `jax.ShapeDtypeStruct` from `avals`."""
         return self.unflatten(self.avals)
 
 
 @dataclass(frozen=True, eq=False)
 class Shaped:
-    """A callable (one function of a chain of functions), differentiated for one set of shapes. Made by `shape_callable`.
+    """A callable of a chain, differentiated for one set of shapes. Made by `shape_callable`.
 
-    Its actions are forward, which computes y; dgrad, which computes the gradient dx of x; wgrad, which computes gradients of
-    parameters later than dgrad; and backward, which is dgrad and wgrad in one. The index of a parameter is its position among
-    the leaves of `params`. wgrad computes the gradient of a *late* parameter, dgrad that of an *early* one.
-
-    Attributes:
-        index: Position of the callable in the chain, from 0.
-        split: The functions forward, dgrad and wgrad.
-        params: The parameters.
-        x: The input, the first argument after `params`.
-        extra: The other arguments, as the tree (positional arguments after x, keyword arguments).
-        y: The output.
-        residuals: The arrays that forward saves. First the arrays that only dgrad reads (the pool `forward_dgrad`), then the
-            arrays that wgrad reads (the pool `forward_wgrad`).
-        stash: The arrays that dgrad saves for wgrad.
-        num_dgrad: Number of residuals that only dgrad reads.
-        takes_gradient: True if all leaves of x are floating, so that dgrad computes dx.
-        late: Indices of the late parameters, ascending.
-        early: Indices of the early parameters, ascending. Integers and FP8 weights are neither late nor early.
-        device: The device of the callable.
-        maxima: Indices of early parameters that are amax histories. The gradient of a history is its new value, which is
-            reduced over microbatches by maximum instead of sum.
-        reads: Indices of the parameters that each action reads. The keys are `forward`, `dgrad`, `wgrad` and `backward`.
-        residuals_from: For each residual, the index of the leaf of (x, extra) that it is, if forward passes a leaf through
-            unchanged. None if forward computes the residual.
-        stash_from: For each leaf of the stash, the index of the leaf of (residuals, dy) that it is, if dgrad passes a leaf
-            through unchanged. None if dgrad computes the leaf.
-        aux: The auxiliary output of the function, which is not differentiated. Without leaves if there is none.
+    forward computes y, dgrad the gradient dx of x and those of *early* parameters, wgrad those of *late* parameters, and
+    backward is dgrad and wgrad in one. The index of a parameter is its position among the leaves of `params`.
     """
 
-    index: int
+    index: int  # position of the callable in the chain
     split: Split
     params: Side
-    x: Side
-    extra: Side
+    x: Side  # the first argument after `params`
+    extra: Side  # the other arguments: (positional arguments after x, keyword arguments)
     y: Side
-    residuals: Side
-    stash: Side
-    num_dgrad: int
-    takes_gradient: bool
-    late: tuple[int, ...]
-    early: tuple[int, ...]
+    residuals: Side  # saved by forward: first the pool `forward_dgrad`, which only dgrad reads, then the pool `forward_wgrad`
+    stash: Side  # saved by dgrad for wgrad
+    num_dgrad: int  # number of residuals in the pool `forward_dgrad`
+    takes_gradient: bool  # all leaves of x are floating, so that dgrad computes dx
+    late: tuple[int, ...]  # ascending
+    early: tuple[int, ...]  # ascending; integers and FP8 weights are neither late nor early
     device: JaxDevice
+    # Early parameters that are amax histories. The gradient of a history is its new value, which is reduced over microbatches
+    # by maximum instead of sum.
     maxima: tuple[int, ...] = ()
+    # Parameters that each action reads, by `forward`, `dgrad`, `wgrad` and `backward`.
     reads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # The leaf of (x, extra) that forward passes through as this residual, None if forward computes it; and the leaf of
+    # (residuals, dy) that dgrad passes through as this leaf of the stash.
     residuals_from: tuple[int | None, ...] = ()
     stash_from: tuple[int | None, ...] = ()
+    # The auxiliary output of the function, which is not differentiated. Without leaves if there is none.
     aux: Side = field(default_factory=lambda: Side.of(()))
 
     @cached_property
     def grads(self) -> Mapping[str, tuple[int, ...]]:
-        """Indices of the parameters whose gradient each action computes.
-
-        The keys are `forward` (always empty), `dgrad` (the early ones), `wgrad` (the late ones) and `backward` (the early ones,
-        then the late ones).
-        """
+        """Indices of the parameters with a gradient from each action. Those of `backward`: early ones, then late ones."""
         return {"forward": (), "dgrad": self.early, "wgrad": self.late, "backward": (*self.early, *self.late)}
 
     @cached_property
@@ -125,20 +94,16 @@ class Shaped:
 
     @cached_property
     def num_dx(self) -> int:
-        """Number of leaves of dx, the gradient of x. 0 if x is not differentiated because its leaves are not floating."""
         return len(self.x) if self.takes_gradient else 0
 
     @cached_property
     def positional(self) -> Side:
-        """The structure and shapes of the tuple of positional arguments after x. This is the first part of `extra`."""
+        """The positional arguments after x, the first part of `extra`."""
         return Side.of(self.extra.shapes()[0])
 
     @cached_property
     def keys(self) -> tuple[int, ...]:
-        """Indices of the random keys in keyword arguments, among all leaves of `extra`, ascending.
-
-        Only keys with a key dtype (`jax.random.key`) count. Random keys in positional arguments are not included.
-        """
+        """Indices in `extra` of the random keys with a key dtype (`jax.random.key`) in keyword arguments, ascending."""
         avals = enumerate(self.extra.avals)
         return tuple(i for i, a in avals if i >= len(self.positional) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
@@ -163,14 +128,11 @@ class Shaped:
     def wgrad(
         self,
         params: Sequence[Array],
-        residuals: Sequence[Array | None],
+        residuals: Sequence[Array | None],  # the first `num_dgrad` are not read
         stash: Sequence[Array],
         sums: Mapping[int, Array] | None,
     ) -> dict[int, Array]:
-        """Computes the gradients of late parameters by index, or with `sums` their new float32 sums.
-
-        The first `num_dgrad` residuals are not read, and may be None.
-        """
+        """Computes the gradients of late parameters by index, or with `sums` their new float32 sums."""
         if not self.late:
             return {}
         given = self.params.unflatten(params), self.residuals.unflatten(residuals), self.stash.unflatten(stash)
@@ -203,39 +165,15 @@ def filled(avals: Sequence[jax.ShapeDtypeStruct], places: Sequence[int], arrays:
 def shape_callable(
     fn: Callable[..., Tree] | OwnProducts,
     index: int,
-    params: Params,
-    args: Sequence[Tree],
+    params: Params,  # for an FP8 function (params, state, weights)
+    args: Sequence[Tree],  # (x, *extra)
     kwargs: Mapping[str, Tree],
     *,
     device: JaxDevice,
-    has_aux: bool = False,
+    has_aux: bool = False,  # `fn` returns (y, aux); aux is not differentiated
     recompute: Recompute = "elementwise",
 ) -> Shaped:
-    """Traces forward, dgrad and wgrad of a callable (one function of a chain). Does not run or compile them.
-
-    dgrad computes the gradient of x, and wgrad the gradients of the parameters that can be computed later.
-
-    Args:
-        fn: `fn(params, x, *extra, **kwargs) -> y`, a pure function, or an FP8 function (`jgraph.fp8`).
-        index: Position of the callable in the chain, from 0.
-        params: Tree of arrays or shapes, the parameters. For an FP8 function, the tree (params, state, weights).
-        args: (x, *extra), trees of arrays or shapes.
-        kwargs: Keyword arguments of `fn`, trees of arrays or shapes. {} if there are none.
-        device: The device of the callable.
-        has_aux: True if `fn` returns (y, aux). aux is not differentiated.
-        recompute: Operations that the backward recomputes instead of saving their results: `elementwise` (elementwise
-            operations), `wide` (also matmuls with at least four times as many output elements as data elements) or `nothing`.
-
-    Returns:
-        The callable for these shapes.
-
-    Raises:
-        CallableError: If a parameter is complex, x mixes floating and other leaves, y has a leaf that is not floating, or the
-            callable reduces over a mesh axis.
-        ConfigError: If `recompute` is unknown.
-        SplitError: If the backward cannot be split: an array is complex or sharded over explicit mesh axes, the result of a
-            callback is read, or `has_aux` is True and `fn` does not return a pair.
-    """
+    """Traces forward, dgrad and wgrad of a callable, a pure function or an FP8 function. Does not compile them."""
     weights, x, extra = Side.of(params), Side.of(args[0]), Side.of((tuple(args[1:]), dict(kwargs)))
     for path, aval in zip(weights.paths, weights.avals, strict=True):
         if jnp.issubdtype(aval.dtype, jnp.complexfloating):
