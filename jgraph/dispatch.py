@@ -36,9 +36,10 @@ def check_devices() -> None:
 
 def warn_unordered() -> None:
     """Warns if CPU devices may run the collectives of one program in different orders."""
-    flags, flag = os.environ.get("XLA_FLAGS", ""), ordered("")
+    flags = os.environ.get("XLA_FLAGS", "")
     if jax.default_backend() == "cpu" and ordered(flags) != flags:
-        warnings.warn(f"CPU devices may wait for each other forever: set XLA_FLAGS={flag} before the start", stacklevel=3)
+        wrong = f"CPU devices may wait for each other forever: set XLA_FLAGS={ordered('')} before the start"
+        warnings.warn(wrong, stacklevel=3)
 
 
 def _is_started() -> bool:

@@ -152,7 +152,7 @@ def step_size(compiled: Any, state: Any) -> Row:
     Returns:
         `arrays` and `kernels`.
     """
-    module = HloModule.of(compiled.as_text())
+    module = HloModule.parse(compiled.as_text())
     opcodes = [instruction.opcode for instruction in module.computations[module.entry].instructions.values()]
     return {"arrays": len(jax.tree.leaves(state)), "kernels": sum(opcode not in NO_KERNELS for opcode in opcodes)}
 
@@ -229,7 +229,7 @@ def categories(config: TrainConfig) -> Row:
                 step.run()
                 in_turn(step.metrics)
             step.wait()
-        chosen = choose_step(read(Path(folder)), Program.of(step.compiled.as_text()), TRACED)
+        chosen = choose_step(read(Path(folder)), Program.parse(step.compiled.as_text()), TRACED)
     ranks = [by_category(rank, one) for rank, one in chosen.items()]
     names = dict.fromkeys(name for rank in ranks for name in rank["categories"])
     found = {name: sum(rank["categories"].get(name, {"ms": 0.0})["ms"] for rank in ranks) for name in names}

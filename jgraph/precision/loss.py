@@ -169,6 +169,6 @@ def count(executables: Sequence[jax.stages.Compiled]) -> FP8Products | None:
     """Counts FP8 matmuls and XLA's transposes in the HLO of a step's executables; None if FP8 is emulated (not on a GPU)."""
     if jax.default_backend() != "gpu":
         return None
-    counts = {id(executable): FP8Products.of(executable) for executable in executables}
+    counts = {id(executable): FP8Products.count(executable) for executable in executables}
     runs = [counts[id(executable)] for executable in executables]
     return FP8Products(sum(run.products for run in runs), sum(run.transposes for run in runs))

@@ -24,7 +24,7 @@ _Depends: TypeAlias = bool | list["_Depends"]
 
 
 class Program(HloModule):
-    """The text of a compiled program, with the FLOPs and bytes of its instructions. Create it with `Program.of(text)`.
+    """The text of a compiled program, with the FLOPs and bytes of its instructions. Create it with `Program.parse(text)`.
 
     FLOPs and bytes are of one run on one device. Methods raise ProfileError if a called computation is missing in the text.
     """
@@ -33,7 +33,7 @@ class Program(HloModule):
     def of_proto(cls, proto: bytes) -> Self:
         """Parses a serialized `HloModuleProto` of a trace. Raises ProfileError if XLA cannot read it."""
         try:
-            return cls.of(xla_client.XlaComputation(proto).as_hlo_module().to_string())
+            return cls.parse(xla_client.XlaComputation(proto).as_hlo_module().to_string())
         except RuntimeError as e:
             raise ProfileError(f"the program in the trace cannot be read ({e})") from e
 

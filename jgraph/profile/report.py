@@ -33,7 +33,7 @@ def of_run(directory: Path) -> dict[str, Any]:
     try:
         about = json.loads((directory / "run.json").read_text())
         with gzip.open(directory / "program.txt.gz", "rt") as file:
-            program = Program.of(file.read())
+            program = Program.parse(file.read())
         if absent := [name for name in _ABOUT if about.get(name) is None]:
             raise ProfileError(f"run.json has no {absent[0]}")
     except (OSError, ValueError, AttributeError, EOFError, RecursionError, zlib.error) as e:
@@ -69,7 +69,7 @@ def of_trace(path: Path, *, program: Path | None = None, steps: int | None = Non
     """
     trace = read(path)
     try:
-        given = Program.of(program.read_text()) if program else None
+        given = Program.parse(program.read_text()) if program else None
     except (OSError, ValueError) as e:
         message = f"`program` is {program}: cannot be read ({e}); pass a file with the result of compiled.as_text()"
         raise ProfileError(message, field="program") from e

@@ -70,7 +70,7 @@ class CompiledStep:
 
         None if XLA reports no memory, or if the gradients have executables of their own.
         """
-        return None if self.gradients.executables else Memory.of(self.executable)
+        return None if self.gradients.executables else Memory.read(self.executable)
 
     def as_text(self) -> str:
         """Returns the optimized HLO text of `executable`, without other executables. "" if the platform provides no text."""

@@ -50,6 +50,8 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = data[position]
-        value, shift, position = value | (byte & 127) << shift, shift + 7, position + 1
+        value |= (byte & 127) << shift
+        shift += 7
+        position += 1
         if byte < 128:
             return value, position

@@ -158,11 +158,12 @@ def compile_lowered(
 @contextlib.contextmanager
 def lowering_for(gpu: str) -> Iterator[None]:
     """Makes JAX trace and lower for a GPU that is not present, inside a `with` block. Pass arguments from `moved`."""
-    concrete, mesh = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
+    concrete = jax.sharding.get_mesh()
     if concrete.axis_names:  # from `jax.set_mesh`
         with _needs_no_gpu(), jax.set_mesh(_mesh_of(concrete, gpu)):
             yield
         return
+    mesh = jax.sharding.get_abstract_mesh()
     # The abstract device of the current mesh selects the Pallas kernels.
     device = jax.sharding.AbstractDevice(devices(gpu=gpu)[0].device_kind, None, "cuda")
     mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)

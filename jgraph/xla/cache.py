@@ -67,13 +67,16 @@ def enable(directory: Path | None = None, *, field: str = "directory") -> str:
 @contextlib.contextmanager
 def watch() -> Iterator[Compiles]:
     """Counts the programs that JAX compiles or loads from its cache inside a `with` block, on all threads."""
-    found, lock = Compiles(), threading.Lock()
+    found = Compiles()
+    lock = threading.Lock()
 
     def on_event(event: str, duration_secs: Any = 0.0, **_: str | int) -> None:
         with lock:
-            found.hits += event == _HIT
+            if event == _HIT:
+                found.hits += 1
             if event == _COMPILED:
-                found.programs, found.seconds = found.programs + 1, found.seconds + duration_secs
+                found.programs += 1
+                found.seconds += duration_secs
 
     jax.monitoring.register_event_listener(on_event)
     jax.monitoring.register_event_duration_secs_listener(on_event)

@@ -243,7 +243,8 @@ def _parse(text: str) -> _Thunk:
             indent = len(spaces) if column == 0 else len(line)
             while open_thunks[-1].indent >= indent:
                 open_thunks.pop()
-            parent, thunk = open_thunks[-1], _Thunk(kind, indent, int(number))
+            parent = open_thunks[-1]
+            thunk = _Thunk(kind, indent, int(number))
             if label or not parent.blocks:
                 parent.blocks.append([])
             parent.blocks[-1].append(thunk)

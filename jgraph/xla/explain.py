@@ -34,7 +34,7 @@ class Memory:
     temporaries: int  # peak size of the buffers that are neither arguments nor outputs
 
     @classmethod
-    def of(cls, compiled: jax.stages.Compiled) -> "Memory | None":
+    def read(cls, compiled: jax.stages.Compiled) -> "Memory | None":
         """Reads XLA's memory analysis of a compiled program. None if XLA does not report it."""
         found = compiled.memory_analysis()
         names = ("argument", "output", "alias", "temp")
@@ -58,7 +58,7 @@ class FP8Products:
     transposes: int  # instructions with an FP8 result, which XLA added; each is a pass over memory
 
     @classmethod
-    def of(cls, compiled: jax.stages.Compiled) -> "FP8Products":
+    def count(cls, compiled: jax.stages.Compiled) -> "FP8Products":
         text = compiled.as_text() or ""
         if "f8e" not in text:  # parsing a whole program takes seconds
             return cls(0, 0)
@@ -85,16 +85,17 @@ class Collectives:
     overlapped: int  # a matmul (library call, Pallas kernel or fusion with a dot) runs between their start and end
 
     @classmethod
-    def of(cls, compiled: jax.stages.Compiled) -> "Collectives":
+    def count(cls, compiled: jax.stages.Compiled) -> "Collectives":
         text = compiled.as_text() or ""
         if not any(f" {kind}{end}(" in text for kind in COLLECTIVES for end in ("", "-start")):  # parsing takes seconds
             return cls(0, 0)
-        overlapped, module = 0, HloModule(text)
+        module = HloModule(text)
         products = {
             name for name, part in module.computations.items() if any(_is_product(i) for i in part.instructions.values())
         }
+        overlapped = 0
         for part in module.computations.values():
-            running: dict[str, bool] = {}
+            running: dict[str, bool] = {}  # started collectives, and True if a matmul runs meanwhile
             for name, instruction in part.instructions.items():
                 if instruction.opcode.endswith("-done"):
                     overlapped += any(running.pop(operand, False) for operand in instruction.operands)
@@ -284,9 +285,9 @@ def _report(
         device=device.device_kind + (", which is not here" if target else ""),
         capture=capture,
         donations=donations(lowered, compiled, names),
-        memory=Memory.of(compiled),
-        fp8=FP8Products.of(compiled),
-        collectives=Collectives.of(compiled),
+        memory=Memory.read(compiled),
+        fp8=FP8Products.count(compiled),
+        collectives=Collectives.count(compiled),
         notes=tuple(_notes(capture, target)),
     )
 

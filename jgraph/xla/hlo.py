@@ -123,7 +123,7 @@ class HloModule:
     text: str = field(repr=False)
 
     @classmethod
-    def of(cls, text: str) -> Self:
+    def parse(cls, text: str) -> Self:
         """Parses the instructions at once, so that truncated or damaged text raises ProfileError now."""
         module = cls(text)
         if module.entry not in module.computations:
@@ -244,7 +244,8 @@ def _source(module: HloModule, instruction: Instruction) -> str:
     calls = [(Path(file), line) for file, line in module.calls(instruction)]
     if not calls:
         return ""
-    (path, line), cwd = min(calls, key=lambda call: _distance(call[0])), Path.cwd()
+    path, line = min(calls, key=lambda call: _distance(call[0]))
+    cwd = Path.cwd()
     return f"{path.relative_to(cwd) if path.is_relative_to(cwd) else path}:{line}"
 
 

@@ -25,7 +25,8 @@ Graph: TypeAlias = Literal["auto", "off", "full"]
 _COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
 _MIN_GRAPH_SIZE = "xla_gpu_graph_min_graph_size"
 # CUDA cannot instantiate a graph with both a collective and a branch (CUDA_ERROR_INVALID_VALUE).
-_COLLECTIVES, _BRANCHES = {"COLLECTIVES", "COLLECTIVES_KERNEL"}, {"CONDITIONAL", "WHILE"}
+_COLLECTIVES = {"COLLECTIVES", "COLLECTIVES_KERNEL"}
+_BRANCHES = {"CONDITIONAL", "WHILE"}
 _NEVER_CAPTURED = {"INVALID", "HOST_EXECUTE"}
 # XLA's own kernels for small all-reduces cannot be captured. Without them XLA calls NCCL.
 _SMALL_COLLECTIVES = "xla_gpu_experimental_use_collective_kernels"
@@ -73,7 +74,8 @@ def compiler_options(
     if platform is None:
         import jax  # here, because importing JAX is slow and `platform` makes it unnecessary
 
-        platform, num_devices = jax.default_backend(), num_devices or jax.device_count()
+        platform = jax.default_backend()
+        num_devices = num_devices or jax.device_count()
     options = _graph_options(graph, num_devices or 1) if platform in ("gpu", "cuda") else {}
     for text in xla_options:
         name, equals, value = text.strip().partition("=")

@@ -20,7 +20,7 @@ x, y = jnp.ones(8), jnp.ones((64, 64))
 lowered = jax.jit(lambda x, y: (x + 1, jnp.fft.fft(y @ y).real @ y), donate_argnums=0).lower(x, y)
 with cache.watch() as compiles:
     compiled, report = compile_and_report(lowered, compiler_options("full", platform="gpu"))
-print(json.dumps([compiles.hits, [repr(report), alias_map(compiled), str(Memory.of(compiled))]]))
+print(json.dumps([compiles.hits, [repr(report), alias_map(compiled), str(Memory.read(compiled))]]))
 """
 
 

@@ -45,7 +45,7 @@ def test_a_matmul_and_its_gradients_differ_from_exact_sums_by_accumulation_error
     options = compiler_options("auto", XLA_OPTIONS, platform="gpu") if on_gpu else None
     compiled = jax.jit(products).lower(w, x, dy).compile(compiler_options=options)
     if on_gpu:
-        assert FP8Products.of(compiled) == FP8Products(products=3, transposes=0)
+        assert FP8Products.count(compiled) == FP8Products(products=3, transposes=0)
     multiples = {}
     for name, found, (exact, magnitude) in zip(SUMS, compiled(w, x, dy), expected(x, w, dy), strict=True):
         rounding = 2.0**-8 * np.abs(exact) if dtype == "bfloat16" else 0.0  # of the result
@@ -68,7 +68,7 @@ def test_experts_in_fp8_differ_from_bfloat16_by_rounding_only():
 
     plain, ours = run(stage.fn), run(lambda params, x, state: stage.apply(params, {}, x, state))
     if jax.default_backend() == "gpu":
-        assert FP8Products.of(ours) == FP8Products(products=4, transposes=0)
+        assert FP8Products.count(ours) == FP8Products(products=4, transposes=0)
     reference, found = (jax.tree.leaves(jax.device_get(one(params, x))) for one in (plain, ours))
     errors = [
         np.linalg.norm(np.float64(a) - np.float64(b)) / np.linalg.norm(np.float64(b))

@@ -53,7 +53,7 @@ def test_two_microbatches_overlap_their_exchanges_with_matmuls(h200, num_microba
     with aot.lowering_for("h200"):
         lowered = step.lower(setup.batch())
     compiled, _ = aot.compile_lowered(lowered, options)
-    found = [(kind, is_hidden) for kind, result, is_hidden in overlaps(HloModule.of(compiled.as_text())) if "bf16" in result]
+    found = [(kind, is_hidden) for kind, result, is_hidden in overlaps(HloModule.parse(compiled.as_text())) if "bf16" in result]
     # Two forward and two backward all-to-alls per layer and microbatch of a pair.
     assert [kind for kind, _ in found] == ["all-to-all"] * 16
     assert sum(is_hidden for _, is_hidden in found) >= 10

@@ -32,4 +32,4 @@ def test_a_layer_and_its_gradients_are_a_single_command_buffer(h200, format):
     step = fused(step) if format else step
     compiled, report = aot.compile_for(jax.jit(step), nnx.to_pure_dict(params), nnx.to_pure_dict(state), x_BTD)
     assert (report.command_buffers, report.captured, report.outside) == (1, report.total, ())
-    assert explain.FP8Products.of(compiled) == explain.FP8Products(4 if format else 0, 0)
+    assert explain.FP8Products.count(compiled) == explain.FP8Products(4 if format else 0, 0)

@@ -113,7 +113,7 @@ def test_every_linear_layer_of_a_sharded_mxfp8_step_is_a_cudnn_call_on_a_b200_an
         compiled, _ = aot.compile_for(
             there.jitted(), there.state, there.placed_shapes(TOKENS), gpu=gpu, compiler_options=options
         )
-        found = HloModule.of(compiled.as_text()).instructions.values()
+        found = HloModule.parse(compiled.as_text()).instructions.values()
         return [[i.target for i in found].count(name) for name in ("__cudnn$blockScaledDot", "__cublas$lt$matmul")]
 
     blocks, in_bf16 = calls("b200")
@@ -173,7 +173,7 @@ def test_fp8_wgrads_summed_over_devices_have_the_dtype_of_the_sum(h200, name, mi
     step = step.on(aot.devices(step.num_devices))
     tokens = step.placed_shapes(batch)
     compiled, _ = aot.compile_for(step.jitted(), step.state, tokens, compiler_options=options)
-    module = HloModule.of(compiled.as_text())
+    module = HloModule.parse(compiled.as_text())
     found = [i for i in module.instructions.values() if i.target == "__cublas$lt$matmul$f8"]
     assert len(found) == 3 * MATMULS
     wgrads = [i for i in found if i.shapes[0].dtype == "f32"]
@@ -226,5 +226,5 @@ def test_a_split_stage_has_only_fp8_matmuls_that_accumulate_main_grad(h200, wgra
         in_bf16 = part == "wgrad" and wgrad == "bf16"
         assert products == ["__cublas$lt$matmul" + "$f8" * (not in_bf16)] * 2, part
         if HAS_KERNEL:
-            assert FP8Products.of(compiled).transposes == 0, part
+            assert FP8Products.count(compiled).transposes == 0, part
         assert compiled.as_text().count('"beta":1') == (2 if part == "wgrad" else 0), part

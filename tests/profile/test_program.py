@@ -51,13 +51,13 @@ ENTRY %main (state: f32[8,256], w: f32[256,64], n: s32[]) -> (f32[8,256], f32[1,
 
 @pytest.fixture(scope="module")
 def program():
-    return Program.of(TEXT)
+    return Program.parse(TEXT)
 
 
 def compiled(fn, *args, donate):
     text = jax.jit(fn, donate_argnums=donate, keep_unused=True).lower(*args).compile().as_text()
     assert text
-    return Program.of(text)
+    return Program.parse(text)
 
 
 def matmuls(program):
@@ -121,7 +121,7 @@ def test_dgrad_and_wgrad_are_distinguished_in_a_joint_backward(unroll, donate):
 
 def test_the_flops_of_an_h200_step_equal_the_flops_of_its_model(recorded):
     with gzip.open(recorded("one") / "program.txt.gz", "rt") as file:
-        program = Program.of(file.read())
+        program = Program.parse(file.read())
     layers, width, ff, vocabulary, tokens, length, heads = 2, 256, 1024, 8192, 256, 128, 4
     by_layer = 2 * tokens * (3 * width * width + width * width + 2 * width * ff)
     head = 2 * tokens * width * vocabulary
@@ -160,7 +160,7 @@ ENTRY %main (x: bf16[8,256], places: s32[16]) -> bf16[16,256] {{
   ROOT %rows = bf16[16,256]{{1,0}} gather(%x, %places), metadata={{op_name="jit(step)/jvp(jgraph.{part})/gather"}}
 }}
 """
-    program = Program.of(text)
+    program = Program.parse(text)
     assert purpose_of(program, program.instructions["rows"]).category == part
 
 
@@ -174,7 +174,7 @@ ENTRY %main (x: f32[8,256]) -> f32[8] {
   ROOT %dot = f32[8]{0} dot(%tanh, %ones), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }
 """
-    program = Program.of(text)
+    program = Program.parse(text)
     assert purpose_of(program, program.instructions["dot"]).category == "optimizer"
 
 
@@ -192,7 +192,7 @@ def test_a_grouped_matmul_kernel_has_the_flops_of_all_its_rows(call, operands, r
     names = ", ".join(f"%a{i}" for i in range(len(given)))
     made = f'  ROOT %y = {result} custom-call({names}), custom_call_target="mosaic_gpu_v2"'
     named = f'metadata={{op_name="jit(step)/jvp(jgraph.experts)/jit(_jgraph_grouped_{call})/grouped/mpmd_map"}}'
-    program = Program.of("\n".join(["HloModule step", "", "ENTRY %main () -> f32[] {", *given, f"{made}, {named}", "}", ""]))
+    program = Program.parse("\n".join(["HloModule step", "", "ENTRY %main () -> f32[] {", *given, f"{made}, {named}", "}", ""]))
     y = program.computations[program.entry].instructions["y"]
     assert program.flops(y) == 2 * 96 * 64 * 256
     assert program.label(y).startswith("grouped matmul ")

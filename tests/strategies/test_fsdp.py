@@ -445,7 +445,7 @@ def test_fp8_gradient_reductions_overlap_with_the_dgrads_of_earlier_layers(h200,
     layers, tokens = 3, 2 * 96
     options = ("xla_gpu_enable_triton_gemm=false",)  # its matmuls are fusions
     compiled, _ = compile_on_target(num_layers=layers, precision="fp8", batch_size=8, seq_len=96, xla_options=options)
-    module = HloModule.of(compiled.as_text())
+    module = HloModule.parse(compiled.as_text())
 
     def in_order(name: str) -> Iterator[Instruction]:
         for instruction in module.computations[name].instructions.values():

@@ -37,7 +37,7 @@ def collectives(setup: TrainSetup) -> list[tuple[str, str, int]]:
     options = setup.options("gpu") | {"xla_gpu_enable_triton_gemm": False}
     compiled, _ = aot.compile_lowered(setup.step.lower(setup.batch()), options)
     found = []
-    for instruction in Program.of(compiled.as_text()).instructions.values():
+    for instruction in Program.parse(compiled.as_text()).instructions.values():
         if kind := re.fullmatch(r"(all-reduce|reduce-scatter|all-gather)(-done)?", instruction.opcode):
             for dtype in sorted({shape.dtype for shape in instruction.shapes}):
                 elements = sum(shape.size for shape in instruction.shapes if shape.dtype == dtype)

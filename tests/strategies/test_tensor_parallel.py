@@ -125,7 +125,7 @@ def test_a_matmul_hides_every_exchange(h200):
     # Tokens and results of two stages, forward and backward.
     assert len(sent) == 8
     assert not re.search(r" collective-permute\(", hlo)
-    assert Collectives.of(compiled).overlapped >= 8
+    assert Collectives.count(compiled).overlapped >= 8
 
 
 @pytest.mark.parametrize(

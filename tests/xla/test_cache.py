@@ -26,7 +26,7 @@ x, y = jnp.ones(8), jnp.ones((8, 8))
 lowered = jax.jit(lambda x, y: (x + 1, y @ y), donate_argnums=0).lower(x, y)
 with cache.watch() as compiles:
     compiled, found = compile_and_report(lowered, {{"xla_cpu_enable_fast_math": False}}, platform="gpu")
-results = [repr(found), alias_map(compiled), str(Memory.of(compiled)), str(compiled(x, y))]
+results = [repr(found), alias_map(compiled), str(Memory.read(compiled)), str(compiled(x, y))]
 print(json.dumps([compiles.programs, compiles.hits, compiles.seconds > 0, results]))
 """
 

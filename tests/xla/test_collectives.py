@@ -55,7 +55,7 @@ class Program:
 
 
 def counts(*lines: str, program: str = PROGRAM) -> tuple[int, int]:
-    found = Collectives.of(Program(program.replace("LINES", "\n".join(f"  {line}" for line in lines))))
+    found = Collectives.count(Program(program.replace("LINES", "\n".join(f"  {line}" for line in lines))))
     return found.total, found.overlapped
 
 
