@@ -106,12 +106,12 @@ def make_graphed_callables(
         given = {name: (values,) for name, values in given.items()}
     arguments.check_argument(len(fns) > 0, "callables", "`callables` is empty: must be a callable, or a tuple of callables")
     # Copied, so that the caller may change the lists later.
-    lists = (delay_wgrad, num_layers_per_chunk)
-    delay_wgrad, num_layers_per_chunk = (tuple(v) if isinstance(v, Sequence) else v for v in lists)  # pyright: ignore[reportAssignmentType]
+    delay_wgrad = tuple(delay_wgrad) if isinstance(delay_wgrad, Sequence) else delay_wgrad
+    layers = tuple(num_layers_per_chunk) if isinstance(num_layers_per_chunk, Sequence) else num_layers_per_chunk
     every, args, kwargs = (arguments.each(name, values, len(fns)) for name, values in given.items())
     samples = [(every[i], *arguments.sample_of(i, args[i], kwargs[i])) for i in range(len(fns))]
     arguments.check_concrete("make_graphed_callables", samples)
-    schedule, delayed = arguments.schedule_of(order, num_layers_per_chunk, delay_wgrad, len(fns))
+    schedule, delayed = arguments.schedule_of(order, layers, delay_wgrad, len(fns))
     wrong = "`reuse_buffers` is True without an order: pass `order`, such as [1, -1]"
     arguments.check_argument(schedule is not None or not reuse_buffers, "reuse_buffers", wrong)
     wrong = "`training` is False, which builds no backward: must be True with `order` or `delay_wgrad`"
@@ -144,7 +144,7 @@ def make_graphed_callables(
         graphed,
         every,
         schedule,
-        parse=partial(arguments.schedule_of, layers=num_layers_per_chunk, delay_wgrad=delay_wgrad, count=len(fns)),
+        parse=partial(arguments.schedule_of, layers=layers, delay_wgrad=delay_wgrad, count=len(fns)),
         reuse_buffers=reuse_buffers,
         options=options,
     )
@@ -189,6 +189,7 @@ def _mode_check(fn: Function, i: int, training: bool) -> Callable[[], None] | No
             if getattr(module, name) is training:
                 place = "/".join(map(str, path)) or "the module"
                 wrong = f"{place} has {name}={training}, but the callable was built with training={training}"
-                raise CallableError(f"callable {i}: {wrong}; call .{('train', 'eval')[not training]}() on the module")
+                mode = "train" if training else "eval"
+                raise CallableError(f"callable {i}: {wrong}; call .{mode}() on the module")
 
     return check if switches else None

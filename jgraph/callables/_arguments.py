@@ -103,8 +103,9 @@ def check_wgrads(schedule: Schedule, callables: Sequence[Shaped]) -> None:
 def most_waiting(schedule: Schedule | None, count: int) -> list[int]:
     """Returns the maximum number of microbatches of each callable that wait for their dgrad at once; 1 without an order."""
     most = [1] * count
-    for rank, chunk, places in _chunks(schedule) if schedule is not None else ():
-        assert schedule is not None
+    if schedule is None:
+        return most
+    for rank, chunk, places in _chunks(schedule):
         row = schedule.orders[rank]
         steps = np.where(row.kinds == FORWARD, 1, np.where(row.kinds == WGRAD, 0, -1)) * (row.chunks == chunk)
         for i in places:
@@ -143,7 +144,8 @@ def check_extra(callables: Sequence[Shaped], extra: Sequence[Sequence[Tree]] | N
     """Raises CallableError unless `extra` and `key` of `run` supply the arguments of the callables besides params and x."""
     for i, shaped in enumerate(callables):
         for place in range(len(shaped.positional), len(shaped.extra)):
-            name, aval = shaped.extra.paths[place].removeprefix("1/"), shaped.extra.avals[place]
+            name = shaped.extra.paths[place].removeprefix("1/")
+            aval = shaped.extra.avals[place]
             takes = f"callable {i} takes the keyword argument {name}"
             if place not in shaped.keys:
                 raise CallableError(f"{takes}, which is not a random key: make it a positional argument after x for run")
@@ -157,7 +159,8 @@ def check_extra(callables: Sequence[Shaped], extra: Sequence[Sequence[Tree]] | N
 
 def call_differences(shaped: Shaped, params: Params, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> list[str]:
     """Describes every difference in paths, shapes, dtypes, devices or structure between a call and the sample."""
-    device, num_extra = shaped.device, len(shaped.extra.shapes()[0])
+    device = shaped.device
+    num_extra = len(shaped.extra.shapes()[0])
     texts = differences(shaped.params, params, "params", device) + differences(shaped.x, args[0], "x", device)
     if len(args) - 1 != num_extra:
         return [*texts, f"{len(args) - 1} arguments after x, built for {num_extra}"]
@@ -186,7 +189,8 @@ def differences(side: Side, given: Tree, name: str, device: JaxDevice | None) ->
     """Describes every difference between an argument and the sample, and every array that is deleted or on another device."""
     actual = Side.of(given)
     leaves = dict(zip(actual.paths, jax.tree.leaves(given), strict=True))
-    expected, found = dict(zip(side.paths, side.avals, strict=True)), dict(zip(actual.paths, actual.avals, strict=True))
+    expected = dict(zip(side.paths, side.avals, strict=True))
+    found = dict(zip(actual.paths, actual.avals, strict=True))
     texts = []
     for path in dict.fromkeys((*expected, *found)):
         label = f"{name}{path and '/' + path}"

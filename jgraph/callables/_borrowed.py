@@ -37,7 +37,9 @@ class Borrowed:
     __slots__ = ("_array", "_lease", "_path")
 
     def __init__(self, array: jax.Array, lease: Lease, path: str = ""):
-        self._array, self._lease, self._path = array, lease, path
+        self._array = array
+        self._lease = lease
+        self._path = path
 
     @property
     def value(self) -> jax.Array:

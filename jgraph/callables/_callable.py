@@ -22,8 +22,10 @@ ParamGrads = Literal["owned", "aliased"]
 
 def interfaces_of(shaped: Shaped, delayed: bool, *, training: bool, param_grads: ParamGrads) -> dict[Kind, Interface]:
     """Describes the executables of single calls: `forward`, and for training `backward`, or if `delayed` dgrad and wgrad."""
-    # A callable without delayed gradients has no wgrad. Delayed gradients are added to main_grad in any case.
-    backward: tuple[Kind, ...] = ("dgrad", "wgrad")[: 1 + bool(shaped.late)] if delayed else ("backward",)
+    backward: tuple[Kind, ...] = ("backward",)
+    if delayed:
+        backward = ("dgrad", "wgrad") if shaped.late else ("dgrad",)
+    # Delayed gradients are added to main_grad in any case.
     aliased = shaped.grads["backward"] if param_grads == "aliased" else shaped.late if delayed else ()
     kinds: tuple[Kind, ...] = ("forward", *backward) if training else ("forward",)
     packs = packs_of(shaped) if "backward" in kinds else []
@@ -37,7 +39,8 @@ def _interface(shaped: Shaped, kind: Kind, aliased: Collection[int], packs: Sequ
     # arrays, then new gradients. If the backward is one executable, packs replace the residuals in them and come last.
     registers = Registers(shaped.params.avals)
     packed = {place for pack in packs for place in pack.places}
-    joins, splits = list[Task](), list[Task]()
+    joins: list[Task] = []
+    splits: list[Task] = []
     if kind == "forward":
         ins = registers.new((*shaped.x.avals, *shaped.extra.avals))
     elif kind == "wgrad":
@@ -52,7 +55,8 @@ def _interface(shaped: Shaped, kind: Kind, aliased: Collection[int], packs: Sequ
         ins = [*(residuals[i] for i in range(len(residuals))), *dy]
     grads: list[Grad] = []
     for place in shaped.grads[kind]:
-        aval, is_sum = shaped.params.avals[place], place in aliased
+        aval = shaped.params.avals[place]
+        is_sum = place in aliased
         gradient = registers.register(jax.ShapeDtypeStruct(aval.shape, "float32" if is_sum else aval.dtype))
         grads.append((place, gradient, "add" if is_sum else "new"))
     task, results, kept = registers.task(kind, shaped, ins, lambda place: place, grads)
@@ -87,13 +91,19 @@ class Graphed:
     def __init__(
         self, shaped: Shaped, parts: Mapping[Kind, Executable], most_waiting: int, check_mode: Callable[[], None] | None
     ):
-        self.shaped, self.parts, self.index = shaped, parts, shaped.index
+        self.shaped = shaped
+        self.parts = parts
+        self.index = shaped.index
         self.gradients = MainGrad(shaped, parts.values())
-        self._delayed, self._trains, self._is_reset = "dgrad" in parts, len(parts) > 1, False
-        self.waiting, self._check_mode = Waiting(f"callable {self.index}", most_waiting), check_mode
+        self.waiting = Waiting(f"callable {self.index}", most_waiting)
+        self._check_mode = check_mode
+        self._delayed = "dgrad" in parts
+        self._trains = len(parts) > 1
+        self._is_reset = False
         # Types of leaves that are JAX arrays, because checking the set of types is faster than checking every leaf.
         self._array_types: set[type] = set()
-        num_params, num_inputs = len(shaped.params), len(shaped.x) + len(shaped.extra)
+        num_params = len(shaped.params)
+        num_inputs = len(shaped.x) + len(shaped.extra)
         # Functions that select arrays from (params, x, extra, outputs of forward), from (residuals, dy, outputs of dgrad), and
         # from (new gradients in the order of `parts`, handles, None).
         packs = packs_of(shaped) if "backward" in parts else []
@@ -305,7 +315,8 @@ class Graphed:
         with self.waiting.taken_over():
             self.waiting.drop(None)
             self.gradients.free()
-            self.parts, self._is_reset = {}, True
+            self.parts = {}
+            self._is_reset = True
 
     def check_idle(self) -> None:
         """Raises CallableError if microbatches wait for a backward call, or the callable was reset."""
@@ -327,7 +338,9 @@ class Graphed:
         """Returns the leaves of (params, x, extra) and the outputs of the executable."""
         if self._check_mode is not None:
             self._check_mode()
-        shaped, given, cause = self.shaped, (params, (x, (extra, kwargs))), None
+        shaped = self.shaped
+        given = (params, (x, (extra, kwargs)))
+        cause = None
         try:
             if (arrays := self._leaves(shaped.call_tree, given)) is not None:
                 return arrays, self._run("forward", arrays)
@@ -371,12 +384,13 @@ class Graphed:
         part = self.parts[kind]
         if not part.adds:
             return part.compiled(*part.read(arrays))
-        sums, count = self.gradients.open(), len(part.adds)
+        sums = self.gradients.open()
+        count = len(part.adds)
         outs = part.compiled(*[sums[i] for i in part.adds], *part.read(arrays))
         self.gradients.update(zip(part.adds, outs[:count], strict=True), f"the {kind} of microbatch {number}")
         return outs[count:]
 
-    def _run_backward(self, pending: Microbatch, kind: Kind, rest: Sequence[jax.Array], dy: "Tree | None") -> list[jax.Array]:
+    def _run_backward(self, pending: Microbatch, kind: Kind, rest: Sequence[jax.Array], dy: Tree | None) -> list[jax.Array]:
         """Runs a backward executable. Diagnoses the cause only if it fails."""
         read = (*pending.params, *pending.residuals, *rest)
         try:
@@ -384,7 +398,8 @@ class Graphed:
         except OwnershipError:
             raise
         except (TypeError, ValueError, RuntimeError) as e:
-            shaped, name = self.shaped, f"callable {self.index}"
+            shaped = self.shaped
+            name = f"callable {self.index}"
             check_concrete(name, read)
             if shared := [i for i, total in self.gradients.arrays.items() if any(array is total for array in read)]:
                 wrong = f"{name}: {kind} updates main_grad, {shaped.params.paths[shared[0]]!r}, in place, and reads the same"

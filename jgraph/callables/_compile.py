@@ -176,7 +176,7 @@ def compile_tasks(
     """Compiles executables, up to 16 at a time in threads, and checks that `sums` are updated in place. Does not run them."""
     of_index = {shaped.index: shaped for shaped in callables}
     # The number distinguishes equal interfaces if `copies` is each.
-    names = [(io.numbered(), n * (copies == "each")) for n, io in enumerate(interfaces)]
+    names = [(io.numbered(), n if copies == "each" else 0) for n, io in enumerate(interfaces)]
     lowered = {io: _lower(io, of_index) for io in dict.fromkeys(io for io, _ in names)}
     distinct = list(dict.fromkeys(names))
 
@@ -239,7 +239,8 @@ def interface(
     # JAX pairs donated arguments and outputs of equal shape in order, so outputs with a buffer come first.
     buffers = stored or {}
     outs = [r for r in made if r in wanted and r not in sums and r not in buffers]
-    unpaired, donated = Counter(map(kind, outs)), list(buffers.values())
+    unpaired = Counter(map(kind, outs))
+    donated = list(buffers.values())
     for r in taken:
         if r in dying and unpaired[kind(r)]:
             unpaired[kind(r)] -= 1
@@ -268,7 +269,8 @@ def fold_key(key: Array, *, step: Array | int, microbatch: Array | int, layer: A
 
 def _run(task: Task, shaped: Shaped, env: dict[int, Array]) -> None:
     """Computes a task and writes its outputs into `env`, which maps registers to arrays."""
-    ins, read = [env[r] for r in task.ins], [env[r] for r in task.params]
+    ins = [env[r] for r in task.ins]
+    read = [env[r] for r in task.params]
     outs: Sequence[Array]
     if task.fn is not None:
         outs, gradients = task.fn(read, ins) if task.kind == "loss" else (task.fn(ins), ())
@@ -301,7 +303,9 @@ def _backward(task: Task, shaped: Shaped, ins: list[Array], read: list[Array], e
     registers: dict[int, tuple[int, How]] = {place: (register, how) for place, register, how in task.grads}
     arrays = [*[None] * (shaped.num_dgrad if task.kind == "wgrad" else 0), *ins]
     residuals, rest = arrays[: len(shaped.residuals)], arrays[len(shaped.residuals) :]
-    dx, stash, gradients = list[Array](), rest, dict[int, Array]()
+    dx: list[Array] = []
+    stash = rest
+    gradients: dict[int, Array] = {}
     if task.kind != "wgrad":
         count = len(shaped.reads["dgrad"])
         dx, early, stash = shaped.dgrad(shaped.fill("dgrad", read[:count]), residuals, rest)

@@ -58,7 +58,8 @@ class Loss:
     @classmethod
     def of(cls, fn: Callable[..., jax.Array], y: Side, args: tuple[Tree, ...], params: Params = ()) -> "Loss":
         """Traces a loss. Raises CallableError if the result is not one floating scalar."""
-        weights, given = Side.of(params), Side.of(args)
+        weights = Side.of(params)
+        given = Side.of(args)
         loss = jax.eval_shape(fn, weights.shapes(), y.shapes(), *given.shapes())
         if not isinstance(loss, jax.ShapeDtypeStruct):
             raise CallableError(f"loss_fn returns a {type(loss).__name__}: must be one floating scalar")
@@ -107,7 +108,10 @@ class Flow(Registers):
         self, callables: Sequence[Shaped], schedule: Schedule, loss: Loss, aliased: Sequence[Sequence[int]], outputs: Outputs
     ):
         super().__init__()
-        self._callables, self.loss, self._aliased, self._outputs = callables, loss, aliased, outputs
+        self._callables = callables
+        self.loss = loss
+        self._aliased = aliased
+        self._outputs = outputs
         self._params = [*(shaped.params for shaped in callables), loss.params]
         self._rank_of = ranks_of(schedule)
         by_rank = dict(zip(self._rank_of, (shaped.device for shaped in callables), strict=True))
@@ -160,7 +164,8 @@ class Flow(Registers):
             for kinds in ((FORWARD,), (DGRAD, BACKWARD))
         )
         home = np.pad(schedule.rank_of_stage, 1, constant_values=-1)
-        table, units = tick_table(schedule), []
+        table = tick_table(schedule)
+        units: list[Unit] = []
         for tick, r in np.argwhere(table.kind != IDLE).tolist():
             kind, stage, m = KINDS[table.kind[tick, r]], int(table.stage[tick, r]), int(table.microbatch[tick, r])
             # The inputs of an action come from one neighboring stage, and its results go to the other.
@@ -177,7 +182,8 @@ class Flow(Registers):
                 if unit.sends:
                     unit.used_at = int(ticks[after, m])
                 # A callable without late parameters has no wgrad task.
-                units += [unit] if unit.tasks else []
+                if unit.tasks:
+                    units.append(unit)
         return units
 
     def _given(self, aval: jax.ShapeDtypeStruct, kind: str, *place: int) -> int:
@@ -208,7 +214,8 @@ class Flow(Registers):
             self._values["x", i + 1, m] = self._send(unit, y, self._rank_of[i + 1])
 
     def _extra(self, unit: Unit, i: int, m: int) -> list[int]:
-        registers, scalar = [], jax.ShapeDtypeStruct((), np.int32)
+        registers: list[int] = []
+        scalar = jax.ShapeDtypeStruct((), np.int32)
         for place, aval in enumerate(self._callables[i].extra.avals):
             if place in self._callables[i].keys:
                 key = self.register(aval)
@@ -221,14 +228,15 @@ class Flow(Registers):
         return registers
 
     def _add_loss(self, unit: Unit, m: int, y: list[int]) -> None:
-        last, loss = len(self._callables) - 1, self.loss
+        last = len(self._callables) - 1
+        loss = self.loss
         args = [self._given(aval, "loss", m, place) for place, aval in enumerate(loss.args.avals)]
         dy = self.new(loss.y.avals)
         self.results["loss", m] = self.register(loss.aval)
         places = range(len(loss.params))
-        read, grads = tuple(self._param(last + 1, place) for place in places), self._grads(last + 1, places)
+        read = tuple(self._param(last + 1, place) for place in places)
         outs = (self.results["loss", m], *dy)
-        unit.tasks.append(Task("loss", last, (*y, *args), outs, read, grads, fn=loss.differentiated))
+        unit.tasks.append(Task("loss", last, (*y, *args), outs, read, self._grads(last + 1, places), fn=loss.differentiated))
         self._values["dy", last, m] = dy
         if self._outputs == "keep":
             self.results |= {("y", m, n): register for n, register in enumerate(y)}
@@ -251,9 +259,9 @@ class Flow(Registers):
     def _grads(self, i: int, places: Sequence[int]) -> tuple[Grad, ...]:
         grads: list[Grad] = []
         for place in places:
-            name, how = ("sum", i, place), "add"
-            if name not in self.results:
-                how: How = "start"
+            name = ("sum", i, place)
+            how: How = "add" if name in self.results else "start"
+            if how == "start":
                 self.results[name] = self.register(jax.ShapeDtypeStruct(self._params[i].avals[place].shape, np.float32))
                 if place in self._aliased[i]:
                     self.standing[self.results[name]] = self._callables[min(i, len(self._callables) - 1)].device

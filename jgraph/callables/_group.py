@@ -60,8 +60,12 @@ class GraphedCallables(Sequence[Graphed]):
         reuse_buffers: bool,
         options: Mapping[str, OptionValue],
     ):
-        self._graphed, self._params, self.schedule, self._reuse_buffers = graphed, params, schedule, reuse_buffers
-        self._parse, self._options = parse, options
+        self._graphed = graphed
+        self._params = params
+        self.schedule = schedule
+        self._parse = parse
+        self._reuse_buffers = reuse_buffers
+        self._options = options
         self._shaped = [one.shaped for one in graphed]
         self._plans: dict[Hashable, ExecutionPlan] = {}
         self._runs = 0
@@ -80,7 +84,7 @@ class GraphedCallables(Sequence[Graphed]):
 
     def __repr__(self) -> str:
         order = "no order" if self.schedule is None else repr(self.schedule)
-        return f"GraphedCallables({len(self)} callable{'s' * (len(self) > 1)}, {order})"
+        return f"GraphedCallables({len(self)} callable{'s' if len(self) > 1 else ''}, {order})"
 
     def reports(self) -> Reports:
         """Lists the executables of single calls, then those of the orders that `run` has compiled.
@@ -206,16 +210,17 @@ class GraphedCallables(Sequence[Graphed]):
                 raise OrderError(wrong, field="order")
             count = schedule.num_microbatches
             inputs = arguments.each("inputs", inputs, count, of="microbatches")
-            rest, more = arguments.tuples("loss_args", loss_args, count), arguments.tuples("extra", extra, count)
+            of_loss = arguments.tuples("loss_args", loss_args, count)
+            more = arguments.tuples("extra", extra, count)
             if params is not None:
                 self._params = None
             elif (params := self._params) is None:
                 wrong = "`params` is None, but an earlier run got params, so none are stored: pass them to every run"
                 raise CallableError(wrong, field="params")
             arguments.check_extra(self._shaped, extra, key)
-            plan = self._plan(schedule, loss_fn, rest[0], outputs=outputs, join=join)
+            plan = self._plan(schedule, loss_fn, of_loss[0], outputs=outputs, join=join)
             try:
-                given = {"params": params, "inputs": inputs, "extra": more, "loss_args": rest}
+                given = {"params": params, "inputs": inputs, "extra": more, "loss_args": of_loss}
                 registers = plan.fill(self._give(plan.flow, given, key, step))
             except jax.errors.ConcretizationTypeError:
                 arguments.check_concrete("run", (params, inputs, extra, loss_args, key))
@@ -313,12 +318,13 @@ class GraphedCallables(Sequence[Graphed]):
 
         params = arguments.each("params", given["params"], len(self))
         weights = [_params(i, *pair) for i, pair in enumerate(zip(callables, params, strict=True))]
-        x, rest = leaves(first.x, "inputs"), leaves(flow.loss.args, "loss_args")
+        x = leaves(first.x, "inputs")
+        of_loss = leaves(flow.loss.args, "loss_args")
         more = {i: leaves(callables[i].positional, "extra") for i in {i for kind, i, *_ in flow.named if kind == "extra"}}
         return {
             "params": lambda i, place: weights[i][place],
             "x": lambda m, place: on(first.device, x[m][place]),
-            "loss": lambda m, place: on(last.device, rest[m][place]),
+            "loss": lambda m, place: on(last.device, of_loss[m][place]),
             "extra": lambda i, m, place: on(callables[i].device, more[i][m][place]),
             "keys": folded,
             "step": lambda rank: jnp.asarray(step, jnp.int32, device=flow.devices[rank]),

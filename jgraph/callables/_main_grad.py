@@ -19,7 +19,8 @@ class MainGrad:
     def __init__(self, shaped: Shaped, parts: Iterable[Executable]):
         self._callable = f"callable {shaped.index}"
         self._name = f"main_grad of {self._callable}"
-        self._params, self._device = shaped.params, shaped.device
+        self._params = shaped.params
+        self._device = shaped.device
         # Indices of the parameters with aliased gradients.
         self.places = sorted({place for part in parts for place in part.adds})
         self.arrays: dict[int, jax.Array] = {}  # sums by parameter index; empty until the first gradient
@@ -78,8 +79,8 @@ class MainGrad:
         """Returns one handle per entry of `places`. Allocates the sums as zeros before the first gradient."""
         if not self.places:
             return []
-        sums, lease, paths = self.open(), self._lease, self._params.paths
-        return [Borrowed(sums[place], lease, paths[place]) for place in self.places]
+        sums = self.open()
+        return [Borrowed(sums[place], self._lease, self._params.paths[place]) for place in self.places]
 
     def tree(self, owned: Mapping[int, jax.Array]) -> Tree:
         """Returns gradients in the structure of params: the array of `owned`, else a handle on the sum, else None."""

@@ -32,9 +32,11 @@ class Waiting:
     """
 
     def __init__(self, name: str, most: int):
-        # `most` is the maximum number of microbatches that wait for their dgrad at once in the order.
-        self._name, self._most, self._count = name, most, 0
-        self._lock, self._thread = RLock(), 0
+        self._name = name
+        self._most = most  # maximum number of microbatches that wait for their dgrad at once in the order
+        self._count = 0
+        self._lock = RLock()
+        self._thread = 0
         # Waiting microbatches by their last action, then by number.
         self.after: dict[Literal["dgrad", "forward"], dict[int, Microbatch]] = {"dgrad": {}, "forward": {}}
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgraph.callables._compile import Copies, Executable, compile_tasks, interface
+from jgraph.callables._compile import Copies, Executable, Interface, compile_tasks, interface
 from jgraph.callables._dataflow import (
     Flow,
     Join,
@@ -87,14 +87,16 @@ def make_plan(
     segments = [[flow.function(function)] for function in before] + segments_of(flow.units(schedule), join)
     segments += [[flow.function(function)] for function in after]
     # Find the registers that leave each segment, and the last reader of each register.
-    results, given = set(flow.results.values()), set(flow.named.values())
+    results = set(flow.results.values())
+    given = set(flow.named.values())
     tasks_of = [[task for unit in segment for task in unit.tasks] for segment in segments]
     sends = [tuple(send for unit in segment for send in unit.sends) for segment in segments]
     sent = {a for segment in sends for a, _, _ in segment}
     last: dict[int, int] = {}
     for n, tasks in enumerate(tasks_of):
         last |= dict.fromkeys((*(r for task in tasks for r in task.ins), *(a for a, _, _ in sends[n])), n)
-    interfaces, stored = [], []
+    interfaces: list[Interface] = []
+    stored: list[dict[int, int]] = []
     for n, tasks in enumerate(tasks_of):
         outs = {r for task in tasks for r in task.outs if r is not None}
         wanted = {r for r in outs if r in results or r in sent or last.get(r, n) > n}
@@ -126,8 +128,11 @@ def play(plan: ExecutionPlan, registers: list[Any]) -> None:
     from_plan = [r for r in plan.flow.standing if registers[r] is None]
     for r in from_plan:
         # Removed from the buffers, so that no donated array remains there after a failed run.
-        array, aval, device = plan.buffers.pop(r, None), plan.flow.avals[r], plan.flow.standing[r]
-        registers[r] = jnp.zeros(aval.shape, aval.dtype, device=device) if array is None else array
+        array = plan.buffers.pop(r, None)
+        if array is None:
+            aval = plan.flow.avals[r]
+            array = jnp.zeros(aval.shape, aval.dtype, device=plan.flow.standing[r])
+        registers[r] = array
     for instruction in plan.instructions:
         _run(instruction, registers)
     plan.buffers.update((r, registers[r]) for r in from_plan)
@@ -135,7 +140,8 @@ def play(plan: ExecutionPlan, registers: list[Any]) -> None:
 
 def _run(instruction: Instruction, registers: list[Any]) -> None:
     """Runs one instruction. In a separate function, so that no local variable keeps an array of a cleared register alive."""
-    executable, io = instruction.executable, instruction.executable.io
+    executable = instruction.executable
+    io = executable.io
     values = executable.compiled(*executable.select(registers))
     for r in io.donated:
         registers[r] = None

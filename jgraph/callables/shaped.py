@@ -174,7 +174,9 @@ def shape_callable(
     recompute: Recompute = "elementwise",
 ) -> Shaped:
     """Traces forward, dgrad and wgrad of a callable, a pure function or an FP8 function. Does not compile them."""
-    weights, x, extra = Side.of(params), Side.of(args[0]), Side.of((tuple(args[1:]), dict(kwargs)))
+    weights = Side.of(params)
+    x = Side.of(args[0])
+    extra = Side.of((tuple(args[1:]), dict(kwargs)))
     for path, aval in zip(weights.paths, weights.avals, strict=True):
         if jnp.issubdtype(aval.dtype, jnp.complexfloating):
             raise CallableError(f"callable {index}: params/{path} is {aval.dtype}; pass its real and imaginary parts")
@@ -196,11 +198,12 @@ def shape_callable(
     reason = "must not, because a callable runs on one device"
     with refused_axes(lambda axis: CallableError(f"callable {index} reduces over the mesh axis {axis!r}: {reason}")):
         spec = split.spec(weights.shapes(), *_stage_args(x.shapes(), extra.shapes(), takes_gradient))
-    y, kept = Side.of(spec.y), spec.residuals.trace.stage
+    y = Side.of(spec.y)
     for path, aval in zip(y.paths, y.avals, strict=True):
         if not jnp.issubdtype(aval.dtype, jnp.floating):
             raise CallableError(f"callable {index}: y{path and '/' + path} is {aval.dtype}; every output must be floating")
     num_params = len(jax.tree.leaves(products.params(params)))
+    kept = spec.residuals.trace.stage
     shaped = Shaped(
         index=index,
         split=split,
