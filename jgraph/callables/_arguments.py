@@ -187,7 +187,7 @@ def check_concrete(name: str, tree: Any) -> None:
 
 def differences(side: Side, given: Tree, name: str, device: JaxDevice | None) -> list[str]:
     """Describes every difference between an argument and the sample, and every array that is deleted or on another device."""
-    actual = Side.of(given)
+    actual = Side.from_tree(given)
     leaves = dict(zip(actual.paths, jax.tree.leaves(given), strict=True))
     expected = dict(zip(side.paths, side.avals, strict=True))
     found = dict(zip(actual.paths, actual.avals, strict=True))

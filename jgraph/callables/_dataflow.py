@@ -47,7 +47,7 @@ def layers_of(schedule: Schedule) -> list[range]:
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """The loss of a microbatch, for fixed shapes. Made by `Loss.of`."""
+    """The loss of a microbatch, for fixed shapes. Made by `Loss.trace`."""
 
     fn: Callable[..., jax.Array]  # fn(params, y, *args) -> scalar
     params: Side
@@ -56,10 +56,10 @@ class Loss:
     aval: jax.ShapeDtypeStruct  # of the loss, a floating scalar
 
     @classmethod
-    def of(cls, fn: Callable[..., jax.Array], y: Side, args: tuple[Tree, ...], params: Params = ()) -> "Loss":
+    def trace(cls, fn: Callable[..., jax.Array], y: Side, args: tuple[Tree, ...], params: Params = ()) -> "Loss":
         """Traces a loss. Raises CallableError if the result is not one floating scalar."""
-        weights = Side.of(params)
-        given = Side.of(args)
+        weights = Side.from_tree(params)
+        given = Side.from_tree(args)
         loss = jax.eval_shape(fn, weights.shapes(), y.shapes(), *given.shapes())
         if not isinstance(loss, jax.ShapeDtypeStruct):
             raise CallableError(f"loss_fn returns a {type(loss).__name__}: must be one floating scalar")

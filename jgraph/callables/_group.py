@@ -258,7 +258,7 @@ class GraphedCallables(Sequence[Graphed]):
             self._plans[name] = make_plan(
                 shaped,
                 schedule,
-                Loss.of(lambda _, y, *args: loss_fn(y, *args), shaped[-1].y, jax.tree.map(shape_of, loss_args)),
+                Loss.trace(lambda _, y, *args: loss_fn(y, *args), shaped[-1].y, jax.tree.map(shape_of, loss_args)),
                 aliased=[graphed.gradients.places for graphed in self._graphed],
                 reuse=self._reuse_buffers,
                 options=self._options,

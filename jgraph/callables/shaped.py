@@ -34,7 +34,7 @@ class Side:
     paths: tuple[str, ...]  # of each leaf, such as `blocks/0/kernel`, for messages; "" for a tree that is a single leaf
 
     @classmethod
-    def of(cls, tree: "Tree | Residuals | Stash | None") -> "Side":
+    def from_tree(cls, tree: "Tree | Residuals | Stash | None") -> "Side":
         """Returns the `Side` of a tree of arrays, Python numbers or shapes. Ignores shardings and weak types."""
         leaves, structure = jax.tree.flatten(tree)
         return cls(structure, tuple(map(shape_of, leaves)), tuple(leaf_names(tree)))
@@ -80,7 +80,7 @@ class Shaped:
     residuals_from: tuple[int | None, ...] = ()
     stash_from: tuple[int | None, ...] = ()
     # The auxiliary output of the function, which is not differentiated. Without leaves if there is none.
-    aux: Side = field(default_factory=lambda: Side.of(()))
+    aux: Side = field(default_factory=lambda: Side.from_tree(()))
 
     @cached_property
     def grads(self) -> Mapping[str, tuple[int, ...]]:
@@ -99,7 +99,7 @@ class Shaped:
     @cached_property
     def positional(self) -> Side:
         """The positional arguments after x, the first part of `extra`."""
-        return Side.of(self.extra.shapes()[0])
+        return Side.from_tree(self.extra.shapes()[0])
 
     @cached_property
     def keys(self) -> tuple[int, ...]:
@@ -174,9 +174,9 @@ def shape_callable(
     recompute: Recompute = "elementwise",
 ) -> Shaped:
     """Traces forward, dgrad and wgrad of a callable, a pure function or an FP8 function. Does not compile them."""
-    weights = Side.of(params)
-    x = Side.of(args[0])
-    extra = Side.of((tuple(args[1:]), dict(kwargs)))
+    weights = Side.from_tree(params)
+    x = Side.from_tree(args[0])
+    extra = Side.from_tree((tuple(args[1:]), dict(kwargs)))
     for path, aval in zip(weights.paths, weights.avals, strict=True):
         if jnp.issubdtype(aval.dtype, jnp.complexfloating):
             raise CallableError(f"callable {index}: params/{path} is {aval.dtype}; pass its real and imaginary parts")
@@ -198,7 +198,7 @@ def shape_callable(
     reason = "must not, because a callable runs on one device"
     with refused_axes(lambda axis: CallableError(f"callable {index} reduces over the mesh axis {axis!r}: {reason}")):
         spec = split.spec(weights.shapes(), *_stage_args(x.shapes(), extra.shapes(), takes_gradient))
-    y = Side.of(spec.y)
+    y = Side.from_tree(spec.y)
     for path, aval in zip(y.paths, y.avals, strict=True):
         if not jnp.issubdtype(aval.dtype, jnp.floating):
             raise CallableError(f"callable {index}: y{path and '/' + path} is {aval.dtype}; every output must be floating")
@@ -211,14 +211,14 @@ def shape_callable(
         x=x,
         extra=extra,
         y=y,
-        residuals=Side.of(spec.residuals),
-        stash=Side.of(spec.stash),
+        residuals=Side.from_tree(spec.residuals),
+        stash=Side.from_tree(spec.stash),
         num_dgrad=len(spec.residuals.dgrad),
         takes_gradient=takes_gradient,
         late=tuple(i for i, late in enumerate(kept.traced.is_weight) if late),
         early=tuple(i for i, early in enumerate(kept.early) if early),
         device=device,
-        aux=Side.of(spec.aux),
+        aux=Side.from_tree(spec.aux),
         maxima=tuple(i for i, early in enumerate(kept.early) if early and i >= num_params),
     )
     return replace(shaped, **_flows(shaped))

@@ -157,7 +157,7 @@ def plan_of(
     return make_plan(
         shaped,
         pipeline.schedule,
-        Loss.of(loss, shaped[-1].y, (microbatch,), head.shapes),
+        Loss.trace(loss, shaped[-1].y, (microbatch,), head.shapes),
         # All gradients are accumulated in the buffers of the previous step.
         aliased=[(*stage.early, *stage.late) for stage in shaped] + [tuple(range(len(head.reads)))],
         reuse=True,
