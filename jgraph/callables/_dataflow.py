@@ -6,7 +6,7 @@ The actions of all ranks are visited in the order of ticks, layer by layer. Ever
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,22 @@ from jgraph.types import JaxDevice, Params, Tree
 
 Join = Literal["segments", "nothing"]
 Outputs = Literal["drop", "keep"]
-# Name of an argument or result of a plan, such as ("params", callable, parameter).
-Name: TypeAlias = tuple[str, *tuple[int, ...]]
-
 # Maximum number of tasks per executable. Compiling more takes longer than the launches that it saves.
 _MOST_JOINED = 64
 # Number of send buffers per rank and shape, used in turn: one is written while another is sent. Without send buffers, an array
 # is freed at the end of its transfer. This time varies, so later arrays would get different addresses in every step.
 _SEND_BUFFERS = 3
 _NEVER = 1 << 62
+
+
+class Name(NamedTuple):
+    """The name of an argument or result of a plan: its kind, and the indices that this kind has."""
+
+    kind: str
+    callable: int = 0
+    microbatch: int = 0
+    leaf: int = 0
+    rank: int = 0
 
 
 def ranks_of(schedule: Schedule) -> list[int]:
@@ -84,7 +91,7 @@ class PlanFunction:
     fn: Callable[[list[jax.Array]], list[jax.Array]]  # arrays of `ins` to arrays of `outs`; `__name__` names the executable
     index: int  # of a callable on the device that runs the function
     ins: Sequence[Name]  # results of the plan, or arguments of the plan
-    outs: Sequence[Name]  # ("params", i, place) provides parameter `place` of callable i to the schedule
+    outs: Sequence[Name]  # the kind `params` provides a parameter of a callable to the schedule
     # Shapes of the inputs that are arguments of the plan.
     shapes: dict[Name, jax.ShapeDtypeStruct] = field(default_factory=dict)
 
@@ -116,14 +123,12 @@ class Flow(Registers):
         self._rank_of = ranks_of(schedule)
         by_rank = dict(zip(self._rank_of, (shaped.device for shaped in callables), strict=True))
         self.devices = [by_rank[rank] for rank in range(schedule.num_ranks)]
-        # Arguments of the plan: ("params", callable, parameter), where the loss counts as an additional last callable; ("x" |
-        # "loss", microbatch, leaf) for the inputs and for the arguments of the loss; ("extra", callable, microbatch, leaf);
-        # ("keys", callable, leaf) for a random key to be folded; ("step", rank); ("microbatch", rank, number); and the inputs
-        # of plan functions.
+        # Arguments of the plan: `params` (callable, leaf), where the loss counts as an additional last callable; `x` and
+        # `loss_args` (microbatch, leaf); `extra` (callable, microbatch, leaf); `keys` (callable, leaf) for a random key to be
+        # folded; `step` (rank); `microbatch` (microbatch, rank); and the inputs of plan functions.
         self.named: dict[Name, int] = {}
-        # ("loss", microbatch); ("sum", callable, parameter) for gradients, where the loss counts as an additional last
-        # callable; ("aux", callable, microbatch, leaf); ("y", microbatch, leaf) if outputs are kept; and the results of plan
-        # functions.
+        # `loss` (microbatch); `sum` (callable, leaf) for gradients, where the loss counts as an additional last callable; `aux`
+        # (callable, microbatch, leaf); `y` (microbatch, leaf) if outputs are kept; and the results of plan functions.
         self.results: dict[Name, int] = {}
         # Registers that are updated in place, with their devices.
         self.standing: dict[int, JaxDevice] = {}
@@ -148,7 +153,7 @@ class Flow(Registers):
 
     def function(self, function: PlanFunction) -> Unit:
         """Assigns registers to the inputs and results of a plan function, and traces it."""
-        ins = [self.results[n] if n in self.results else self._given(function.shapes[n], *n) for n in function.ins]
+        ins = [self.results[n] if n in self.results else self._given(n, function.shapes[n]) for n in function.ins]
         outs = self.new(map(shape_of, jax.eval_shape(function.fn, [self.avals[r] for r in ins])))
         self.results |= dict(zip(function.outs, outs, strict=True))
         self.standing |= dict.fromkeys(outs, self._callables[function.index].device)
@@ -186,9 +191,8 @@ class Flow(Registers):
                     units.append(unit)
         return units
 
-    def _given(self, aval: jax.ShapeDtypeStruct, kind: str, *place: int) -> int:
+    def _given(self, name: Name, aval: jax.ShapeDtypeStruct) -> int:
         """Returns the register of an argument of the plan, or of the plan function's result with the same name."""
-        name = (kind, *place)
         if name in self.results:
             return self.results[name]
         if name not in self.named:
@@ -196,17 +200,18 @@ class Flow(Registers):
         return self.named[name]
 
     def _param(self, i: int, place: int) -> int:
-        return self._given(self._params[i].avals[place], "params", i, place)
+        return self._given(Name("params", callable=i, leaf=place), self._params[i].avals[place])
 
     def _forward(self, unit: Unit, i: int, m: int) -> None:
         shaped = self._callables[i]
         if i == 0:
-            self._values["x", 0, m] = [self._given(aval, "x", m, place) for place, aval in enumerate(shaped.x.avals)]
+            x = enumerate(shaped.x.avals)
+            self._values["x", 0, m] = [self._given(Name("x", microbatch=m, leaf=place), aval) for place, aval in x]
         ins = [*self._values.pop(("x", i, m)), *self._extra(unit, i, m)]
         task, y, residuals = self.task("forward", shaped, ins, partial(self._param, i), ())
         unit.tasks.append(task)
         aux = enumerate(task.outs[len(task.outs) - len(shaped.aux) :])
-        self.results |= {("aux", i, m, n): register for n, register in aux if register is not None}
+        self.results |= {Name("aux", i, m, n): register for n, register in aux if register is not None}
         self._values["residuals", i, m] = residuals
         if i + 1 == len(self._callables):
             self._add_loss(unit, m, y)
@@ -219,27 +224,29 @@ class Flow(Registers):
         for place, aval in enumerate(self._callables[i].extra.avals):
             if place in self._callables[i].keys:
                 key = self.register(aval)
-                step = self._given(scalar, "step", unit.rank)
-                microbatch = self._given(scalar, "microbatch", unit.rank, m)
-                unit.tasks.append(Task("key", i, (self._given(aval, "keys", i, place), step, microbatch), (key,)))
+                step = self._given(Name("step", rank=unit.rank), scalar)
+                microbatch = self._given(Name("microbatch", microbatch=m, rank=unit.rank), scalar)
+                root = self._given(Name("keys", callable=i, leaf=place), aval)
+                unit.tasks.append(Task("key", i, (root, step, microbatch), (key,)))
                 registers.append(key)
             else:
-                registers.append(self._given(aval, "extra", i, m, place))
+                registers.append(self._given(Name("extra", i, m, place), aval))
         return registers
 
     def _add_loss(self, unit: Unit, m: int, y: list[int]) -> None:
         last = len(self._callables) - 1
         loss = self.loss
-        args = [self._given(aval, "loss", m, place) for place, aval in enumerate(loss.args.avals)]
+        avals = enumerate(loss.args.avals)
+        args = [self._given(Name("loss_args", microbatch=m, leaf=place), aval) for place, aval in avals]
         dy = self.new(loss.y.avals)
-        self.results["loss", m] = self.register(loss.aval)
+        value = self.results[Name("loss", microbatch=m)] = self.register(loss.aval)
         places = range(len(loss.params))
         read = tuple(self._param(last + 1, place) for place in places)
-        outs = (self.results["loss", m], *dy)
-        unit.tasks.append(Task("loss", last, (*y, *args), outs, read, self._grads(last + 1, places), fn=loss.differentiated))
+        grads = self._grads(last + 1, places)
+        unit.tasks.append(Task("loss", last, (*y, *args), (value, *dy), read, grads, fn=loss.differentiated))
         self._values["dy", last, m] = dy
         if self._outputs == "keep":
-            self.results |= {("y", m, n): register for n, register in enumerate(y)}
+            self.results |= {Name("y", microbatch=m, leaf=n): register for n, register in enumerate(y)}
 
     def _backward(self, unit: Unit, kind: Kind, i: int, m: int) -> None:
         shaped = self._callables[i]
@@ -259,7 +266,7 @@ class Flow(Registers):
     def _grads(self, i: int, places: Sequence[int]) -> tuple[Grad, ...]:
         grads: list[Grad] = []
         for place in places:
-            name = ("sum", i, place)
+            name = Name("sum", callable=i, leaf=place)
             how: How = "add" if name in self.results else "start"
             if how == "start":
                 self.results[name] = self.register(jax.ShapeDtypeStruct(self._params[i].avals[place].shape, np.float32))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jgraph.callables import _arguments as arguments
 from jgraph.callables._arguments import OrderLike
 from jgraph.callables._callable import Graphed
-from jgraph.callables._dataflow import Flow, Join, Loss, Outputs, ranks_of
+from jgraph.callables._dataflow import Flow, Join, Loss, Name, Outputs, ranks_of
 from jgraph.callables.plan import ExecutionPlan, Reports, make_plan, play
 from jgraph.callables.shaped import Shaped, Side, shape_of
 from jgraph.errors import CallableError, OrderError, OwnershipError, check_choice
@@ -225,7 +225,7 @@ class GraphedCallables(Sequence[Graphed]):
             except jax.errors.ConcretizationTypeError:
                 arguments.check_concrete("run", (params, inputs, extra, loss_args, key))
                 raise
-            return self._play(plan, count, registers)
+            return self._play(plan, registers)
 
     def _turns(self) -> ExitStack:
         """Locks all callables for this thread. Raises CallableError if microbatches wait for a backward call."""
@@ -267,35 +267,34 @@ class GraphedCallables(Sequence[Graphed]):
             )
         return self._plans[name]
 
-    def _play(self, plan: ExecutionPlan, count: int, registers: list[Any]) -> RunResult:
-        """Plays a plan of `count` microbatches on filled registers, with main_grad in its standing registers."""
+    def _play(self, plan: ExecutionPlan, registers: list[Any]) -> RunResult:
+        """Plays a plan on filled registers, with main_grad in its standing registers."""
         self._runs += 1
-        results = plan.flow.results
         given = {id(array) for array in registers if array is not None}
         for i, graphed in enumerate(self._graphed):
             for place, array in graphed.gradients.renew().items():
                 if id(array) in given:
                     wrong = f"run updates main_grad of callable {i} in place and was given that array as an argument"
                     raise OwnershipError(f"{wrong}; pass a copy", owner=f"main_grad of callable {i}")
-                registers[results["sum", i, place]] = array
+                registers[plan.sums[i][place]] = array
         try:
             play(plan, registers)
         finally:
             # After a failed run, the next run or zero_grads allocates the sums that were donated.
-            sums = [{p: registers[results["sum", i, p]] for p in one.grads["backward"]} for i, one in enumerate(self._shaped)]
+            sums = [{p: registers[plan.sums[i][p]] for p in one.grads["backward"]} for i, one in enumerate(self._shaped)]
             for graphed, arrays in zip(self._graphed, sums, strict=True):
                 if graphed.gradients.places:
                     graphed.gradients.update([(p, arrays.pop(p)) for p in graphed.gradients.places], f"run {self._runs}")
         grads = tuple(graphed.gradients.tree(owned) for graphed, owned in zip(self._graphed, sums, strict=True))
-        losses = tuple(registers[results["loss", m]] for m in range(count))
+        losses = tuple([registers[r] for r in plan.losses])
         y = self._shaped[-1].y
-        kept = range(count) if ("y", 0, 0) in results else ()
-        outputs = tuple(y.unflatten([registers[results["y", m, n]] for n in range(len(y))]) for m in kept)
+        kept = [registers[r] for r in plan.outputs]
+        outputs = tuple(y.unflatten(kept[start : start + len(y)]) for start in range(0, len(kept), max(len(y), 1)))
         return RunResult(losses, grads, outputs or None)
 
     def _give(
         self, flow: Flow, given: Mapping[str, Sequence[Tree]], key: jax.Array | None, step: int
-    ) -> dict[str, Callable[..., jax.Array]]:
+    ) -> dict[str, Callable[[Name], jax.Array]]:
         """Returns the functions for `ExecutionPlan.fill`. Raises CallableError with every difference from the sample."""
         callables = self._shaped
         first, last = callables[0], callables[-1]
@@ -309,9 +308,9 @@ class GraphedCallables(Sequence[Graphed]):
                 sent[id(leaf), device] = arguments.put(device, leaf)
             return sent[id(leaf), device]
 
-        def folded(i: int, _: int) -> jax.Array:
+        def root(name: Name) -> jax.Array:
             assert key is not None, "checked by `check_extra`"
-            return on(callables[i].device, key)
+            return on(callables[name.callable].device, key)
 
         def leaves(side: Side, name: str) -> list[list[Leaf]]:
             return [arguments.matching_leaves(side, tree, f"{name}[{m}]") for m, tree in enumerate(given[name])]
@@ -320,15 +319,16 @@ class GraphedCallables(Sequence[Graphed]):
         weights = [_params(i, *pair) for i, pair in enumerate(zip(callables, params, strict=True))]
         x = leaves(first.x, "inputs")
         of_loss = leaves(flow.loss.args, "loss_args")
-        more = {i: leaves(callables[i].positional, "extra") for i in {i for kind, i, *_ in flow.named if kind == "extra"}}
+        takers = {name.callable for name in flow.named if name.kind == "extra"}
+        more = {i: leaves(callables[i].positional, "extra") for i in takers}
         return {
-            "params": lambda i, place: weights[i][place],
-            "x": lambda m, place: on(first.device, x[m][place]),
-            "loss": lambda m, place: on(last.device, of_loss[m][place]),
-            "extra": lambda i, m, place: on(callables[i].device, more[i][m][place]),
-            "keys": folded,
-            "step": lambda rank: jnp.asarray(step, jnp.int32, device=flow.devices[rank]),
-            "microbatch": lambda rank, m: jnp.asarray(m, jnp.int32, device=flow.devices[rank]),
+            "params": lambda name: weights[name.callable][name.leaf],
+            "x": lambda name: on(first.device, x[name.microbatch][name.leaf]),
+            "loss_args": lambda name: on(last.device, of_loss[name.microbatch][name.leaf]),
+            "extra": lambda name: on(callables[name.callable].device, more[name.callable][name.microbatch][name.leaf]),
+            "keys": root,
+            "step": lambda name: jnp.asarray(step, jnp.int32, device=flow.devices[name.rank]),
+            "microbatch": lambda name: jnp.asarray(name.microbatch, jnp.int32, device=flow.devices[name.rank]),
         }
 
 

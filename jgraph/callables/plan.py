@@ -5,8 +5,10 @@ read. A *register* is an index in the list of arrays of a run. A *standing* regi
 gradient sum, a send buffer (an array before its transfer to another device) or the result of a plan function.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -59,11 +61,35 @@ class ExecutionPlan:
         executables = [instruction.executable for instruction in self.instructions]
         return [(e.io.name, e.report) for e in {id(e.compiled): e for e in executables}.values()]
 
-    def fill(self, give: Mapping[str, Callable[..., jax.Array]]) -> list[Any]:
-        """Returns the arrays by register: `give[kind](*indices)` for an argument (kind, *indices), None for any other."""
+    # Registers of the results of a run, found once, because making a name takes longer than reading a register.
+
+    @cached_property
+    def losses(self) -> list[int]:
+        """Registers of the losses, one per microbatch."""
+        return self._results("loss")
+
+    @cached_property
+    def outputs(self) -> list[int]:
+        """Registers of the leaves of y, microbatch by microbatch. Empty if outputs are dropped."""
+        return self._results("y")
+
+    @cached_property
+    def sums(self) -> Mapping[int, Mapping[int, int]]:
+        """Registers of the gradient sums, by callable, then by leaf of its parameters."""
+        found: dict[int, dict[int, int]] = defaultdict(dict)
+        for name, register in self.flow.results.items():
+            if name.kind == "sum":
+                found[name.callable][name.leaf] = register
+        return found
+
+    def _results(self, kind: str) -> list[int]:
+        return [register for name, register in sorted(self.flow.results.items()) if name.kind == kind]
+
+    def fill(self, give: Mapping[str, Callable[[Name], jax.Array]]) -> list[Any]:
+        """Returns the arrays by register: `give[name.kind](name)` for an argument, None for any other."""
         registers: list[Any] = [None] * len(self.flow.avals)
-        for (kind, *place), register in self.flow.named.items():
-            registers[register] = give[kind](*place)
+        for name, register in self.flow.named.items():
+            registers[register] = give[name.kind](name)
         return registers
 
 

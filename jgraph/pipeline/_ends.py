@@ -72,7 +72,9 @@ class End:
         kept = [jax.tree.leaves(self.kept)[i] for i in self.reads]
         computed = [n for n, s in enumerate(self.shapes) if self.axes[n] is not None or kept[n].dtype != s.dtype]
         shapes = {
-            (place.name, n, rank): jax.ShapeDtypeStruct(part_shape(kept[n].shape, self.axes[n], place.ranks), kept[n].dtype)
+            Name(place.name, leaf=n, rank=rank): jax.ShapeDtypeStruct(
+                part_shape(kept[n].shape, self.axes[n], place.ranks), kept[n].dtype
+            )
             for n in computed
             for rank in range(1 if self.axes[n] is None else place.ranks)
         }
@@ -87,13 +89,17 @@ class End:
             return params
 
         parameters.__name__ = f"{place.name}_parameters"
-        outs = [("params", place.reader, place.first + n) for n in computed]
+        outs = [Name("params", callable=place.reader, leaf=place.first + n) for n in computed]
         return PlanFunction(parameters, place.index, list(shapes), outs, shapes)
 
     def split(self, place: EndPlace, losses: Sequence[Name] = ()) -> PlanFunction:
         """Makes the function that splits gradients into shards for the ranks, and sums losses to an array [1]."""
-        ins = [("sum", place.reader, place.first + n) for n in range(len(self.reads))]
-        outs = [(place.name, n, rank) for n, axis in enumerate(self.axes) for rank in range(1 if axis is None else place.ranks)]
+        ins = [Name("sum", callable=place.reader, leaf=place.first + n) for n in range(len(self.reads))]
+        outs = [
+            Name(place.name, leaf=n, rank=rank)
+            for n, axis in enumerate(self.axes)
+            for rank in range(1 if axis is None else place.ranks)
+        ]
 
         def gradients(arrays: list[Array]) -> list[Array]:
             parts = []
@@ -102,7 +108,7 @@ class End:
             return [*parts, jnp.reshape(sum(arrays[len(ins) :]), 1)] if losses else parts
 
         gradients.__name__ = f"{place.name}_gradients"
-        return PlanFunction(gradients, place.index, [*ins, *losses], [*outs, ("total",)] if losses else outs)
+        return PlanFunction(gradients, place.index, [*ins, *losses], [*outs, Name("total")] if losses else outs)
 
 
 def part_shape(shape: Sequence[int], axis: int | None, ranks: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jgraph.autodiff import product_flops
-from jgraph.callables.plan import ExecutionPlan, Loss, PlanFunction, make_plan
+from jgraph.callables.plan import ExecutionPlan, Loss, Name, PlanFunction, make_plan
 from jgraph.callables.shaped import Shaped, shape_callable
 from jgraph.device import peak_flops
 from jgraph.layout import Change, Layout, Param, alone, each, filled, named, packed
@@ -148,7 +148,7 @@ def plan_of(
     embed, head = ends
     of_embed = EndPlace("embedding", index=0, reader=0, first=len(stages[0].names), ranks=len(devices))
     of_head = EndPlace("head", index=len(stages) - 1, reader=len(stages), first=0, ranks=len(devices))
-    losses = [("loss", m) for m in range(pipeline.schedule.num_microbatches)]
+    losses = [Name("loss", microbatch=m) for m in range(pipeline.schedule.num_microbatches)]
     carrying = stages if jax.tree.leaves(pipeline.carried.layer) else ()
 
     def loss(params: list[Array], y: Array, batch: Batch) -> Array:
@@ -163,8 +163,8 @@ def plan_of(
         reuse=True,
         options=options,
         copies="shared" if _is_long(shaped[-1]) else "each",
-        # Arguments ("embedding" | "head", parameter, rank) are shards of parameters, and results with these names are shards of
-        # gradients. Other results are ("total",), the sum of the losses, and ("state", stage, leaf), the carried state.
+        # Arguments named `embedding` and `head` (leaf, rank) are shards of parameters, and results with these names are shards
+        # of gradients. Other results are `total`, the sum of the losses, and `state` (callable, leaf), the carried state.
         before=[gather for gather in (embed.gather(of_embed), head.gather(of_head)) if gather.outs],
         after=[embed.split(of_embed), head.split(of_head, losses), *(_reduction(pipeline, stage) for stage in carrying)],
     )
@@ -181,8 +181,8 @@ def _reduction(pipeline: Pipeline, stage: Stage) -> PlanFunction:
         return jax.tree.leaves(pipeline.carried.together(trees, pipeline.assignment.layers_per_stage))
 
     reduce.__name__ = f"carried_{i}"
-    names = [("aux", i, m, n) for m in range(count) for n in range(len(aux))]
-    return PlanFunction(reduce, i, names, [("state", i, n) for n in range(len(aux))])
+    names = [Name("aux", i, m, n) for m in range(count) for n in range(len(aux))]
+    return PlanFunction(reduce, i, names, [Name("state", callable=i, leaf=n) for n in range(len(aux))])
 
 
 def _is_long(shaped: Shaped) -> bool:

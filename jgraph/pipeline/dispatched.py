@@ -133,15 +133,15 @@ class Dispatched:
         def local(number: int, rank: int) -> Array:
             return arrays[number].addressable_shards[positions[rank]].data
 
-        def part(end: End, home: int, n: int, rank: int) -> Array:
-            source = home if end.axes[n] is None else rank
-            return jax.device_put(local(first + end.reads[n], source), plan.flow.devices[home])
+        def part(end: End, home: int, name: Name) -> Array:
+            source = home if end.axes[name.leaf] is None else name.rank
+            return jax.device_put(local(first + end.reads[name.leaf], source), plan.flow.devices[home])
 
         registers = plan.fill(
             {
-                "params": lambda i, place: local(params[i][place], ranks[i]),
-                "extra": lambda i, m, place: local(self.stages[i].extra[m][place], ranks[i]),
-                "loss": lambda m, place: local(self.batch[m][place], ranks[last]),
+                "params": lambda name: local(params[name.callable][name.leaf], ranks[name.callable]),
+                "extra": lambda name: local(self.stages[name.callable].extra[name.microbatch][name.leaf], ranks[name.callable]),
+                "loss_args": lambda name: local(self.batch[name.microbatch][name.leaf], ranks[last]),
                 "embedding": partial(part, self.ends[0], ranks[0]),
                 "head": partial(part, head, ranks[last]),
             }
@@ -200,16 +200,19 @@ class Dispatched:
             aval = next(flow.avals[flow.results[name]] for name in shards if name is not None)
             return _Result(_over_all(mesh, aval, axis), shards)
 
+        def sum_of(stage: Stage, leaf: int) -> Name:
+            return Name("sum", callable=stage.shaped.index, leaf=leaf)
+
         def of_chunk(c: int) -> tuple[dict[str, _Result], TreeOf[_Result], TreeOf[_Result]]:
             stages = [next(stage for stage in self.stages if (stage.rank, stage.chunk) == (rank, c)) for rank in ranks]
             sums = {
-                name: [("sum", s.shaped.index, s.names.index(name)) if name in s.names else None for s in stages]
+                name: [sum_of(s, s.names.index(name)) if name in s.names else None for s in stages]
                 for name in self.chunks[c].params
             }
-            states = [[("state", s.shaped.index, n) for s in stages] for n in range(len(jax.tree.leaves(carried)))]
-            maxima = [
-                [("sum", s.shaped.index, s.shaped.maxima[n]) for s in stages] for n in range(len(jax.tree.leaves(history)))
+            states = [
+                [Name("state", callable=s.shaped.index, leaf=n) for s in stages] for n in range(len(jax.tree.leaves(carried)))
             ]
+            maxima = [[sum_of(s, s.shaped.maxima[n]) for s in stages] for n in range(len(jax.tree.leaves(history)))]
             return (
                 {name: result(shards) for name, shards in sums.items()},
                 jax.tree.structure(carried).unflatten(map(result, states)),
@@ -217,8 +220,10 @@ class Dispatched:
             )
 
         def of_end(end: End, name: str) -> list[_Result]:
-            axes = enumerate(end.axes)
-            return [result([(name, n, 0 if axis is None else rank) for rank in ranks], axis) for n, axis in axes]
+            shards = [
+                [Name(name, leaf=n, rank=0 if axis is None else rank) for rank in ranks] for n, axis in enumerate(end.axes)
+            ]
+            return list(map(result, shards, end.axes))
 
         layers, states, histories = zip(*map(of_chunk, range(len(self.chunks))), strict=True)
         return Results(
@@ -226,7 +231,7 @@ class Dispatched:
             ends=list(map(of_end, self.ends, ("embedding", "head"))),
             histories=list(histories),
             layers=list(layers),
-            loss=result([("total",)] * len(ranks), None),
+            loss=result([Name("total")] * len(ranks), None),
         )
 
 

@@ -265,7 +265,7 @@ def test_place_and_run_copy_numpy_arrays():
     original = _group.play
 
     def play(plan, registers):
-        seen.extend(registers[r] for (kind, *where), r in plan.flow.named.items() if kind in ("x", "loss") and where[0] == 0)
+        seen.extend(registers[r] for n, r in plan.flow.named.items() if n.kind in ("x", "loss_args") and n.microbatch == 0)
         original(plan, registers)
 
     with pytest.MonkeyPatch.context() as patch:
