@@ -53,8 +53,8 @@ def layers_of(schedule: Schedule) -> list[range]:
 
 
 @dataclass(frozen=True, eq=False)
-class Loss:
-    """The loss of a microbatch, for fixed shapes. Made by `Loss.trace`."""
+class PlanLoss:
+    """The loss of a microbatch, for fixed shapes. Made by `PlanLoss.trace`."""
 
     fn: Callable[..., jax.Array]  # fn(params, y, *args) -> scalar
     params: Side
@@ -63,7 +63,7 @@ class Loss:
     aval: jax.ShapeDtypeStruct  # of the loss, a floating scalar
 
     @classmethod
-    def trace(cls, fn: Callable[..., jax.Array], y: Side, args: tuple[Tree, ...], params: Params = ()) -> "Loss":
+    def trace(cls, fn: Callable[..., jax.Array], y: Side, args: tuple[Tree, ...], params: Params = ()) -> "PlanLoss":
         """Traces a loss. Raises CallableError if the result is not one floating scalar."""
         weights = Side.from_tree(params)
         given = Side.from_tree(args)
@@ -112,7 +112,12 @@ class Flow(Registers):
     """The registers of a schedule. A register is the number of an array; `avals[r]` has the shape and dtype of the array."""
 
     def __init__(
-        self, callables: Sequence[Shaped], schedule: Schedule, loss: Loss, aliased: Sequence[Sequence[int]], outputs: Outputs
+        self,
+        callables: Sequence[Shaped],
+        schedule: Schedule,
+        loss: PlanLoss,
+        aliased: Sequence[Sequence[int]],
+        outputs: Outputs,
     ):
         super().__init__()
         self._callables = callables
@@ -132,8 +137,11 @@ class Flow(Registers):
         self.results: dict[Name, int] = {}
         # Registers that are updated in place, with their devices.
         self.standing: dict[int, JaxDevice] = {}
-        # Registers of arrays with a later reader, by ("x" | "dy" | "residuals" | "stash", callable, microbatch).
-        self._values: dict[tuple[str, int, int], list[int]] = {}
+        # Registers of arrays with a later reader, by (callable, microbatch).
+        self._x: dict[tuple[int, int], list[int]] = {}
+        self._dy: dict[tuple[int, int], list[int]] = {}
+        self._residuals: dict[tuple[int, int], list[int]] = {}
+        self._stash: dict[tuple[int, int], list[int]] = {}
         self._buffers: dict[tuple[int, tuple[int, ...], DTypeLike], list[int]] = {}
 
     def send_buffer(self, source: int, rank: int, busy: set[int]) -> int:
@@ -206,17 +214,17 @@ class Flow(Registers):
         shaped = self._callables[i]
         if i == 0:
             x = enumerate(shaped.x.avals)
-            self._values["x", 0, m] = [self._given(Name("x", microbatch=m, leaf=place), aval) for place, aval in x]
-        ins = [*self._values.pop(("x", i, m)), *self._extra(unit, i, m)]
+            self._x[0, m] = [self._given(Name("x", microbatch=m, leaf=place), aval) for place, aval in x]
+        ins = [*self._x.pop((i, m)), *self._extra(unit, i, m)]
         task, y, residuals = self.task("forward", shaped, ins, partial(self._param, i), ())
         unit.tasks.append(task)
         aux = enumerate(task.outs[len(task.outs) - len(shaped.aux) :])
         self.results |= {Name("aux", i, m, n): register for n, register in aux if register is not None}
-        self._values["residuals", i, m] = residuals
+        self._residuals[i, m] = residuals
         if i + 1 == len(self._callables):
             self._add_loss(unit, m, y)
         else:
-            self._values["x", i + 1, m] = self._send(unit, y, self._rank_of[i + 1])
+            self._x[i + 1, m] = self._send(unit, y, self._rank_of[i + 1])
 
     def _extra(self, unit: Unit, i: int, m: int) -> list[int]:
         registers: list[int] = []
@@ -244,24 +252,24 @@ class Flow(Registers):
         read = tuple(self._param(last + 1, place) for place in places)
         grads = self._grads(last + 1, places)
         unit.tasks.append(Task("loss", last, (*y, *args), (value, *dy), read, grads, fn=loss.differentiated))
-        self._values["dy", last, m] = dy
+        self._dy[last, m] = dy
         if self._outputs == "keep":
             self.results |= {Name("y", microbatch=m, leaf=n): register for n, register in enumerate(y)}
 
     def _backward(self, unit: Unit, kind: Kind, i: int, m: int) -> None:
         shaped = self._callables[i]
         if kind == "wgrad":
-            ins = [*self._values.pop(("residuals", i, m))[shaped.num_dgrad :], *self._values.pop(("stash", i, m))]
+            ins = [*self._residuals.pop((i, m))[shaped.num_dgrad :], *self._stash.pop((i, m))]
             if not shaped.late:
                 return
         else:
-            ins = [*self._values["residuals", i, m], *self._values.pop(("dy", i, m))]
+            ins = [*self._residuals[i, m], *self._dy.pop((i, m))]
         task, dx, left = self.task(kind, shaped, ins, partial(self._param, i), self._grads(i, shaped.grads[kind]))
         unit.tasks.append(task)
         if kind == "dgrad":
-            self._values["stash", i, m] = left
+            self._stash[i, m] = left
         if i and dx:
-            self._values["dy", i - 1, m] = self._send(unit, dx, self._rank_of[i - 1])
+            self._dy[i - 1, m] = self._send(unit, dx, self._rank_of[i - 1])
 
     def _grads(self, i: int, places: Sequence[int]) -> tuple[Grad, ...]:
         grads: list[Grad] = []

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jgraph.callables import _arguments as arguments
 from jgraph.callables._arguments import OrderLike
 from jgraph.callables._callable import Graphed
-from jgraph.callables._dataflow import Flow, Join, Loss, Name, Outputs, ranks_of
+from jgraph.callables._dataflow import Flow, Join, Name, Outputs, PlanLoss, ranks_of
 from jgraph.callables.plan import ExecutionPlan, Reports, make_plan, play
 from jgraph.callables.shaped import Shaped, Side, shape_of
 from jgraph.errors import CallableError, OrderError, OwnershipError, check_choice
@@ -258,7 +258,7 @@ class GraphedCallables(Sequence[Graphed]):
             self._plans[name] = make_plan(
                 shaped,
                 schedule,
-                Loss.trace(lambda _, y, *args: loss_fn(y, *args), shaped[-1].y, jax.tree.map(shape_of, loss_args)),
+                PlanLoss.trace(lambda _, y, *args: loss_fn(y, *args), shaped[-1].y, jax.tree.map(shape_of, loss_args)),
                 aliased=[graphed.gradients.places for graphed in self._graphed],
                 reuse=self._reuse_buffers,
                 options=self._options,

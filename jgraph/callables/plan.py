@@ -18,10 +18,10 @@ from jgraph.callables._compile import Copies, Executable, Interface, compile_tas
 from jgraph.callables._dataflow import (
     Flow,
     Join,
-    Loss as Loss,
     Name as Name,
     Outputs,
     PlanFunction as PlanFunction,
+    PlanLoss as PlanLoss,
     segments_of,
 )
 from jgraph.callables.shaped import Shaped
@@ -96,7 +96,7 @@ class ExecutionPlan:
 def make_plan(
     callables: Sequence[Shaped],
     schedule: Schedule,
-    loss: Loss,
+    loss: PlanLoss,
     *,
     aliased: Sequence[Sequence[int]],  # parameters with sums in standing registers, for each callable and perhaps the loss
     reuse: bool,  # donates buffers to their last reader, or frees them after it, instead of at the end of a run

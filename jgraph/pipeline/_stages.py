@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jgraph.autodiff import product_flops
-from jgraph.callables.plan import ExecutionPlan, Loss, Name, PlanFunction, make_plan
+from jgraph.callables.plan import ExecutionPlan, Name, PlanFunction, PlanLoss, make_plan
 from jgraph.callables.shaped import Shaped, shape_callable
 from jgraph.device import peak_flops
 from jgraph.layout import Change, Layout, Param, alone, each, filled, named, packed
@@ -157,7 +157,7 @@ def plan_of(
     return make_plan(
         shaped,
         pipeline.schedule,
-        Loss.trace(loss, shaped[-1].y, (microbatch,), head.shapes),
+        PlanLoss.trace(loss, shaped[-1].y, (microbatch,), head.shapes),
         # All gradients are accumulated in the buffers of the previous step.
         aliased=[(*stage.early, *stage.late) for stage in shaped] + [tuple(range(len(head.reads)))],
         reuse=True,
