@@ -8,8 +8,7 @@ from pathlib import Path
 
 from benchmarks.rows import Row, verdict
 from jgraph.errors import JgraphError
-from jgraph.train.config import TrainConfig
-from jgraph.train.rundir import flatten
+from jgraph.train.config import TrainConfig, flatten
 
 _EXPECTED = "expected JSON as `python -m benchmarks run NAME` writes it to benchmarks/results"
 _SETTINGS = ("options", "config", "size", "ranks", "xla_options")

@@ -11,8 +11,8 @@ import pytest
 
 import jgraph
 from jgraph.cli import flag
+from jgraph.train.config import flatten
 from jgraph.train.presets import preset
-from jgraph.train.rundir import flatten
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("notes/*/*.md"))]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jgraph.errors import check_types, require
+from jgraph.settings import may_change
 
 DEFAULT_KEEP = ("*embed*", "*head*")
 
@@ -47,7 +48,7 @@ class FP8Config:
     """Number of first blocks that `blocks` inner does not quantize; at least 0. Must be 1 if `blocks` is all."""
     last: int = 1
     """Number of last blocks that `blocks` inner does not quantize; at least 0. Must be 1 if `blocks` is all."""
-    compute: Literal["fp8", "calibrate"] = "fp8"
+    compute: Literal["fp8", "calibrate"] = may_change("fp8", "calibration and FP8 update the same amax histories")
     """Precision of the matmuls: FP8, or their own dtype while the amax histories of delayed scaling are updated (calibrate). A
     run that was calibrated resumes in FP8 with these histories."""
     history: int = 1024

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jgraph.errors import ConfigError
+from jgraph.train.config import flatten
 from jgraph.train.metrics import read_metrics
-from jgraph.train.rundir import RunDir, flatten
+from jgraph.train.rundir import RunDir
 
 # A value of JSON, as written to the page.
 Json = Any

@@ -28,7 +28,7 @@ from jgraph import cli
 from jgraph.cli import FlagConsole
 from jgraph.data._texts import FIELD, has_chats
 from jgraph.errors import ConfigError
-from jgraph.train.config import FIELDS, TrainConfig
+from jgraph.train.config import FIELDS, OptimizerConfig, TrainConfig
 from jgraph.train.model import settings_of
 from jgraph.train.presets import PRESETS, Trained, preset
 
@@ -197,6 +197,7 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
         base = base.changed(lora=dataclasses.replace(base.lora, rank=int(chosen.rank), base_dtype=dtype))
     if has_chats(chosen.data, chosen.field or FIELD):
         base = base.changed(data_format="chat")
+    base = base.changed(optimizer=_without_given(base.optimizer, args))
     # The fields of the model's settings become flags, too.
     field = ("model", settings or tyro.conf.Suppress[None], dataclasses.field())
     flags = dataclasses.make_dataclass("Flags", [field], bases=(TrainConfig,), frozen=True, kw_only=True)
@@ -204,6 +205,13 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     description = (__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset)
     found = cli.parse(flags, prog, description, args, elsewhere=ELSEWHERE, default=default)
     return found and TrainConfig(**_shallow(found))
+
+
+def _without_given(optimizer: OptimizerConfig, args: Sequence[str]) -> OptimizerConfig:
+    """Marks the numbers that flags set as set, so that they do not follow the optimizer or `steps`."""
+    given = {arg.partition("=")[0].replace("_", "-") for arg in args}
+    unset = {name: value for name, value in optimizer.unset.items() if cli.flag(f"optimizer.{name}") not in given}
+    return dataclasses.replace(optimizer, unset=unset)
 
 
 def _shallow(config: TrainConfig) -> dict[str, Any]:

@@ -10,10 +10,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jgraph.data import Corpus
 from jgraph.data._rows import describe
-from jgraph.train.config import TrainConfig
+from jgraph.train.config import TrainConfig, flatten
 from jgraph.train.model import is_built_in
 from jgraph.train.presets import PRESETS
-from jgraph.train.rundir import differences
 
 
 @dataclass(frozen=True)
@@ -207,16 +206,9 @@ def _numbers(entry: dict[str, Any]) -> str:
 
 
 def _changed_settings(config: TrainConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Finds the settings of a run that are not defaults.
+    """Returns settings that are not defaults, by dotted name: those of the model, and those outside `model` and `distributed`.
 
-    Args:
-        config: The configuration of a run.
-
-    Returns:
-        Two dicts from the dotted name of a setting, such as "moe.capacity" or "optimizer.beta1", to its value. The first has
-        the settings of the model that differ from the defaults of their dataclass, or all settings if the dataclass has fields
-        without a default. The second has the settings outside `model` and `distributed` that differ from the preset
-        `config.preset`, or from the defaults of `TrainConfig` without a preset.
+    The defaults are those of the preset, if there is one. Numbers that nobody set follow other settings, and are left out.
     """
     model: Any = config.model
     base = PRESETS[config.preset] if config.preset else TrainConfig(module=config.module)
@@ -224,8 +216,15 @@ def _changed_settings(config: TrainConfig) -> tuple[dict[str, Any], dict[str, An
     defaults: dict[str, Any] = {}
     with contextlib.suppress(TypeError):  # some settings have no default
         defaults = {} if model is None else asdict(type(model)())
-    sizes = {} if model is None else differences(asdict(model), defaults)
-    return sizes, differences(config.to_dict(), base.to_dict())
+    sizes = {} if model is None else _differing(asdict(model), defaults)
+    unset = {f"optimizer.{name}" for name in config.optimizer.unset}
+    changed = _differing(config.to_dict(), base.to_dict())
+    return sizes, {name: value for name, value in changed.items() if name not in unset}
+
+
+def _differing(fields: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    flat, base = flatten(fields), flatten(base)
+    return {name: value for name, value in flat.items() if name not in base or base[name] != value}
 
 
 def _settings(fields: dict[str, Any]) -> str:

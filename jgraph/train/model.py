@@ -13,23 +13,19 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from jgraph.errors import ConfigError, JgraphError, check_types, require
+from jgraph.settings import may_change
 
 R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class Experts:
-    """What jgraph reads of `moe` in the settings of a model. Each field is optional there.
-
-    Attributes:
-        num_experts: Number of experts, which `ep` devices share.
-        experts_per_token: Number of experts that process each token.
-        capacity: Factor of the expert buffers. After a step that exceeds it, the run continues with a larger factor.
-    """
+    """What jgraph reads of `moe` in the settings of a model. Each field is optional there."""
 
     num_experts: int = 0
     experts_per_token: int = 1
-    capacity: float | None = None
+    # Factor of the expert buffers. After a step that exceeds it, the run continues with a larger factor.
+    capacity: float | None = may_change(None, "the capacity changes no step unless tokens are dropped")
 
 
 class ModelSettings(Protocol):

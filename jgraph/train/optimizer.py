@@ -11,7 +11,7 @@ import optax
 from jgraph.errors import ConfigError
 from jgraph.step import elementwise
 from jgraph.step.transform import Elementwise
-from jgraph.train.config import OPTIMIZERS, OptimizerConfig
+from jgraph.train._optimizer_config import OPTIMIZERS, OptimizerConfig
 from jgraph.tree import expert_axis, is_matrix, is_router, leaf_names, matching, path_name
 from jgraph.types import Mask, Params, Tree, TreeOf
 
@@ -95,8 +95,7 @@ def adamw(config: OptimizerConfig, steps: int, *, decay_mask: WhereDecays) -> op
 
 
 def _adamw(config: OptimizerConfig, schedule: optax.Schedule, decay: float, mask: WhereDecays) -> optax.GradientTransformation:
-    beta1, beta2, eps = float(config.beta1), float(config.beta2), float(config.eps)  # JAX refuses subclasses of float
-    moments = optax.scale_by_adam(beta1, beta2, eps, **config.keywords)
+    moments = optax.scale_by_adam(float(config.beta1), float(config.beta2), float(config.eps), **config.keywords)
     return optax.chain(
         moments_in(moments, config.first_moment_dtype, config.second_moment_dtype),
         optax.add_decayed_weights(float(decay), mask=mask),

@@ -22,12 +22,12 @@ from jgraph.profile import report
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import StepMetrics, TrainState
 from jgraph.train.capacity import is_halted
-from jgraph.train.config import TrainConfig
+from jgraph.train.config import TrainConfig, flatten
 from jgraph.train.console import Reporter
 from jgraph.train.loop import Callback
 from jgraph.train.metrics import peak_memory_bytes
 from jgraph.train.presets import PRESETS
-from jgraph.train.rundir import RunDir, flatten, versions
+from jgraph.train.rundir import RunDir, versions
 from jgraph.train.setup import TrainSetup, batch_shapes
 from jgraph.train.watchdog import Watchdog
 from jgraph.xla.launches import profiler_options

@@ -1,17 +1,18 @@
-"""The files of a run directory, and the settings that may change when its run is resumed."""
+"""The files of a run directory, and whether a run may write to it."""
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from jgraph.errors import ConfigError, os_errors
-from jgraph.train.config import COMPONENTS, DefaultSteps, DefaultValue, OutputConfig, TrainConfig
+from jgraph.train._output_config import OutputConfig
+from jgraph.train.config import TrainConfig, flatten
 from jgraph.train.model import is_class_name
+from jgraph.train.resume import differences, flat_saved, resumed_schedule
 
 ORIGIN = "origin"
 """Subdirectory with copies of the small files of the initial weights and the data, such as a tokenizer."""
@@ -87,11 +88,11 @@ class RunDir:
         """
         if not (self.config.exists() and self.resumes(config.output)):
             return config
-        before = _flat_fields(self.fields(), config)
+        before = flat_saved(self.fields(), config)
         if (saved := before.get("module", config.module)) != config.module:
             advice = f"pass `module` {saved} to resume it" if is_class_name(saved) else "it cannot be resumed"
             raise self._error(f"holds a run of the model {saved!r}, and `module` is {config.module}; {advice}")
-        return _resumed(config, before)
+        return resumed_schedule(config, before)
 
     def check(self, config: TrainConfig, fingerprint: str) -> None:
         """Checks that a run may write in this directory. Writes nothing.
@@ -229,11 +230,10 @@ class RunDir:
 
     def _differences(self, config: TrainConfig, fingerprint: str) -> list[str]:
         """Returns one text for each difference from the run in this directory."""
-        # JSON turns tuples into lists, as in the file.
-        new, saved = flatten(json.loads(json.dumps(config.to_dict()))), _flat_fields(self.fields(), config)
+        saved = flat_saved(self.fields(), config)
         saved_fingerprint = str(saved.get("corpus.fingerprint"))[:12]
         saved = {name: value for name, value in saved.items() if name.partition(".")[0] not in ("corpus", "versions")}
-        differing = _differences(new, saved, self.last_checkpoint() or 0)
+        differing = differences(config, saved, self.last_checkpoint() or 0)
         if fingerprint[:12] != saved_fingerprint:
             text = f"the text of `data` {' '.join(config.input.data)}, or its token ids,"
             differing.append(f"{text} has fingerprint {fingerprint[:12]} and had {saved_fingerprint}")
@@ -280,202 +280,3 @@ def versions() -> dict[str, str]:
         A dict with the keys "jax", "jaxlib", "flax" and "optax", for example `{"jax": "0.7.0", ...}`.
     """
     return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
-
-
-def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested dicts to one dict with dotted names.
-
-    Args:
-        fields: A dict with string keys, perhaps with nested dicts. Not changed.
-        prefix: Text before every name of the result.
-
-    Returns:
-        A new dict, for example `{"optimizer.beta1": 0.9}` for `{"optimizer": {"beta1": 0.9}}`. An empty nested dict leaves no
-        entry.
-    """
-    flat: dict[str, Any] = {}
-    for name, value in fields.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
-
-
-def _flat_fields(fields: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
-    """Flattens the fields of a config.json to dotted names.
-
-    Args:
-        fields: The fields.
-        config: A configuration with the same model class. Its classes define the defaults of fields that an earlier version did
-            not write.
-    """
-    if isinstance(fields.get("model"), dict):
-        parts = {name: part for name, part in vars(config).items() if dataclasses.is_dataclass(part)}
-        nested = {name: _defaults(part) | fields[name] for name, part in parts.items() if isinstance(fields.get(name), dict)}
-        defaults: dict[str, Any] = {}
-        for part in (config, *(parts[name] for name in COMPONENTS)):
-            defaults |= _defaults(part)
-        fields = defaults | fields | nested
-    return flatten(fields)
-
-
-def _defaults(config: Any) -> dict[str, Any]:
-    """Returns the constant defaults of a dataclass."""
-    defaults = {field.name: field.default for field in dataclasses.fields(config) if field.default is not dataclasses.MISSING}
-    nested = {name: vars(value) for name, value in defaults.items() if dataclasses.is_dataclass(value)}
-    tuples = {name: list(value) for name, value in defaults.items() if isinstance(value, tuple)}  # as in JSON
-    return defaults | nested | tuples
-
-
-def differences(fields: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a configuration that differ from another configuration.
-
-    Args:
-        fields: Fields by name. The fields of a nested dict are compared one by one.
-        base: The fields to compare with, in the same form.
-
-    Returns:
-        A dict from the dotted name, such as "optimizer.beta1", to the value in `fields`, for each field that is missing in
-        `base` or has another value there. Leaves out each `DefaultSteps` and `DefaultValue`, because they depend on other
-        fields.
-    """
-    flat, base = flatten(fields), flatten(base)
-    flat = {name: value for name, value in flat.items() if not isinstance(value, DefaultSteps | DefaultValue)}
-    return {name: value for name, value in flat.items() if name not in base or base[name] != value}
-
-
-class Rule(NamedTuple):
-    """States whether settings may change when a run is resumed.
-
-    Attributes:
-        fields: Names of the settings, separated by spaces. The name of a nested configuration, such as `optimizer`, stands for
-            its fields without a rule of their own.
-        may: `yes`: these settings may change. `no`: a change is an error. `by extend`: they may change only if
-            `optimizer.extend` is `cosine` or `constant`.
-        why: The reason, for the table in the guide.
-    """
-
-    fields: str
-    may: Literal["yes", "no", "by extend"]
-    why: str
-
-
-RULES = (
-    Rule("steps", "by extend", "more steps, or fewer, but at least the steps already done"),
-    Rule("optimizer.extend optimizer.decay_steps", "by extend", "they set the learning rate of the new steps"),
-    Rule("run_dir resume", "yes", "they select the run to resume"),
-    Rule("log log_every eval_every eval_batches profile sample_tokens", "yes", "monitoring does not change the training"),
-    Rule("checkpoint_every checkpoint_keep hang_seconds on_nonfinite", "yes", "saving and stopping do not change the training"),
-    Rule("dp fsdp ep cp tp reshard_after_forward shard_rules", "yes", "same training on other devices, up to rounding"),
-    Rule("pp pp_engine chunks schedule memory_limit distributed", "yes", "same training on other devices, up to rounding"),
-    Rule(
-        "remat graph xla_options compile_cache model.tensor_overlap", "yes", "same training in another program, up to rounding"
-    ),
-    Rule("model.moe.capacity", "yes", "the capacity changes no step unless tokens are dropped"),
-    Rule("fp8.compute", "yes", "calibration and FP8 update the same amax histories"),
-    Rule("preset module model", "no", "another model"),
-    Rule("init_from continue_from continue_with", "no", "other initial weights"),
-    Rule("data data_field data_format data_template data_truncate", "no", "other batches"),
-    Rule("data_shuffle data_documents seed batch_size seq_len num_microbatches", "no", "other batches"),
-    Rule("optimizer freeze", "no", "the saved optimizer state would not match"),
-    Rule("lora", "no", "other trained parameters"),
-    Rule("precision fp8 main_params_dtype", "no", "other numerics"),
-    Rule("main_grads_dtype decoupled_grad on_dtype_mismatch", "no", "other numerics"),
-)
-_BY_FIELD = {name: rule for rule in RULES for name in rule.fields.split()}
-
-
-def rule_of(name: str) -> Rule:
-    """Returns the rule that states whether a setting may change when a run is resumed.
-
-    Args:
-        name: The dotted name of the setting, for example `optimizer.beta1`.
-
-    Returns:
-        The rule in `RULES` for the name, else for the part before the first dot. For an unknown setting, a new rule with `may`
-        `no`.
-    """
-    return _BY_FIELD.get(name) or _BY_FIELD.get(name.partition(".")[0], Rule(name, "no", "unknown"))
-
-
-def _resumed(config: TrainConfig, before: dict[str, Any]) -> TrainConfig:
-    """Sets the learning-rate schedule of a run that is resumed.
-
-    With the same number of steps, the schedule stays the saved one. With another number, `optimizer.extend` decides where the
-    schedule ends. The warmup stays the saved one unless the flags set it or the new run is shorter than the warmup.
-
-    Args:
-        config: The configuration from the flags.
-        before: The saved configuration, flattened to dotted names.
-
-    Returns:
-        `config` with another schedule. `_differences` reports a schedule that cannot be resumed.
-    """
-    flags, saved_extend = config.optimizer, before.get("optimizer.extend", "no")
-    saved_decay = before.get("optimizer.decay_steps", 0)
-    if "steps" not in before:
-        return config  # the config.json is not from a run
-    if config.steps == before["steps"]:
-        if saved_extend == "no":
-            return dataclasses.replace(config, optimizer=dataclasses.replace(flags, extend="no"))
-        if flags.extend not in ("no", saved_extend):
-            return config
-        extend, decay_steps = saved_extend, flags.decay_steps or saved_decay
-    elif flags.extend == "no":
-        extend, decay_steps = "no", flags.decay_steps  # `_differences` refuses it because of `steps`
-    else:
-        extend, decay_steps = flags.extend, flags.decay_steps
-        if extend == "constant":
-            decay_steps = decay_steps or saved_decay or before["steps"]
-    warmup_steps = flags.warmup_steps
-    if isinstance(warmup_steps, DefaultSteps) and _warmup(before) <= config.steps:
-        warmup_steps = before.get("optimizer.warmup_steps", warmup_steps)
-    optimizer = dataclasses.replace(flags, extend=extend, decay_steps=decay_steps, warmup_steps=warmup_steps)
-    return dataclasses.replace(config, optimizer=optimizer)
-
-
-def _differences(new: dict[str, Any], before: dict[str, Any], done: int) -> list[str]:
-    """Lists the settings that prevent a run from being resumed.
-
-    Args:
-        new: The configuration that `_resumed` returned, flattened to dotted names.
-        before: The saved configuration, flattened to dotted names.
-        done: Number of steps already done.
-
-    Returns:
-        One text per setting, with its new and its saved value.
-    """
-    names = [name for name in new | before if new.get(name) != before.get(name) and rule_of(name).may != "yes"]
-    if _is_extended(new, before, done):
-        return [_difference(name, new, before) for name in names if rule_of(name).may != "by extend"]
-    # The schedule depends on the number of steps. If that number is not allowed, only the number is reported.
-    derived, reason = set(), ""
-    if new.get("steps") != before.get("steps"):
-        if new["steps"] < done:
-            reason = f" ({done} are done)"
-        elif new["steps"] < _warmup(before):
-            reason = f" (the warmup takes {_warmup(before)})"
-        elif new["optimizer.extend"] == "no":
-            reason = " (set `optimizer.extend` to schedule or constant to choose the learning rate of the new steps)"
-        if reason:
-            derived |= {"optimizer.extend", "optimizer.decay_steps"}
-        if new["steps"] < _warmup(before):
-            derived.add("optimizer.warmup_steps")
-    return [_difference(name, new, before) + reason * (name == "steps") for name in names if name not in derived]
-
-
-def _difference(name: str, new: dict[str, Any], before: dict[str, Any]) -> str:
-    now, saved = ("empty" if (value := fields.get(name, "absent")) == "" else value for fields in (new, before))
-    return f"`{name}` is {now} and was {saved}"
-
-
-def _is_extended(new: dict[str, Any], before: dict[str, Any], done: int) -> bool:
-    """True if the number of steps changes in a way that `_resumed` allows."""
-    steps = before.get("steps")
-    ends = {"schedule": 0, "cosine": 0, "constant": before.get("optimizer.decay_steps", 0) or steps}
-    has_schedule = ends.get(new["optimizer.extend"]) == new["optimizer.decay_steps"]
-    fewest = max(done, _warmup(before))
-    return has_schedule and steps is not None and new["steps"] != steps and new["steps"] >= fewest
-
-
-def _warmup(before: dict[str, Any]) -> int:
-    saved = before.get("optimizer.warmup_steps", 0)
-    return saved if isinstance(saved, int) else 0

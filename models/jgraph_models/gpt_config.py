@@ -5,6 +5,7 @@ from typing import Literal
 
 from jgraph.errors import check_types, require, require_positive
 from jgraph.moe.config import MoEConfig
+from jgraph.settings import OTHER_PROGRAM, may_change
 
 _SCALING_FIELDS = "rope_factor rope_low_freq_factor rope_high_freq_factor rope_original_length"
 _DENSE = MoEConfig()
@@ -53,7 +54,7 @@ class GPTConfig:
     the kernel for gradients only. auto is fused, or backward in FP8, where the quantization kernels compute the norms."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations and of the copy of the weights in each step; the weights are float32."""
-    tensor_overlap: Literal["auto", "turns", "none"] = "auto"
+    tensor_overlap: Literal["auto", "turns", "none"] = may_change("auto", OTHER_PROGRAM)
     """With `--tp`: turns computes the sequences of one device after the other, so that matmuls hide the exchange of
     activations. It needs equal numbers of sequences per device, no `--cp` and no pipeline. none lets XLA insert collectives.
     auto is turns for large matmuls (at least 2**24 queries, keys and values per device and turn), and none in FP8, with LoRA,

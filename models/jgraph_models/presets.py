@@ -7,7 +7,7 @@ Llama-3.2-1B and Llama-3.1-8B, and Qwen's Qwen3-0.6B, Qwen3-8B and Qwen3-30B-A3B
 from typing import Any
 
 from jgraph.moe.config import MoEConfig
-from jgraph.train.config import DefaultSteps, DefaultValue, OptimizerConfig, TrainConfig
+from jgraph.train.config import OptimizerConfig, TrainConfig
 from jgraph_models.gpt_config import GPTConfig
 
 _GPT_VOCAB = 50_304  # GPT-2's 50257 rounded up to a multiple of 128, so that the head's matmul has whole tiles
@@ -44,7 +44,7 @@ def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: 
         # are faster with Triton.
         xla_options=("xla_gpu_enable_triton_gemm=false",),
         model=model,
-        optimizer=OptimizerConfig(learning_rate=peak, warmup_steps=DefaultSteps(500)),
+        optimizer=OptimizerConfig(learning_rate=peak).with_defaults(warmup_steps=500),
     )
 
 
@@ -60,7 +60,7 @@ def _tiny(preset: str, model: GPTConfig, *, batch_size: int) -> TrainConfig:
         eval_batches=512 // batch_size,
         checkpoint_every=300,
         model=model,
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=DefaultSteps(50), beta2=DefaultValue(0.99)),
+        optimizer=OptimizerConfig(learning_rate=3e-3).with_defaults(warmup_steps=50, beta2=0.99),
     )
 
 

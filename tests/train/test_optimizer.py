@@ -19,7 +19,8 @@ from jgraph.errors import ConfigError
 from jgraph.step import TrainStep
 from jgraph.step.transform import Elementwise
 from jgraph.train.__main__ import parse
-from jgraph.train.config import OPTIMIZERS, DefaultValue, OptimizerConfig, TrainConfig
+from jgraph.train._optimizer_config import OPTIMIZERS
+from jgraph.train.config import OptimizerConfig, TrainConfig
 from jgraph.train.optimizer import learning_rate, moments_in, optimizer, restart_schedule
 from jgraph.train.presets import preset
 from jgraph.train.rundir import RunDir
@@ -496,8 +497,8 @@ def test_a_default_becomes_that_of_the_optimizer_and_a_set_value_stays():
     assert (changed.beta1, changed.beta2, changed.eps, changed.weight_decay) == (0.5, 0.999, 1e-8, 1e-4)
     sgd = dataclasses.replace(tiny_preset, name="sgd")
     assert (sgd.beta1, sgd.beta2, sgd.eps, sgd.weight_decay) == (0, 0, 0, 0)
-    saved = dataclasses.asdict(sgd)
-    assert OptimizerConfig(**{name: float(v) if isinstance(v, DefaultValue) else v for name, v in saved.items()}) == sgd
+    saved = TrainConfig.of(optimizer=sgd).to_dict()["optimizer"]
+    assert OptimizerConfig(**saved) == sgd
 
 
 def test_a_configuration_with_groups_is_restored_from_its_config_file(tmp_path):

@@ -5,6 +5,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import pytest
 from jgraph.cli import flag
 from jgraph.errors import ConfigError
 from jgraph.moe.config import MoEConfig
+from jgraph.settings import may_change, resume_rules
 from jgraph.train import lock
-from jgraph.train.config import COMPONENTS, FIELDS, OptimizerConfig, TrainConfig
+from jgraph.train.config import COMPONENTS, OptimizerConfig, TrainConfig, flatten
 from jgraph.train.lock import locked
 from jgraph.train.optimizer import learning_rate
-from jgraph.train.rundir import RULES, RunDir, flatten, rule_of
+from jgraph.train.resume import rules_of
+from jgraph.train.rundir import RunDir
 from tests import tiny
 
 FINGERPRINT = "0" * 64
@@ -120,16 +123,45 @@ def test_every_field_is_either_free_or_fixed_when_a_run_resumes():
     names = set(flatten(TrainConfig().to_dict()))
     assert names == FREE | FIXED
     assert not FREE & FIXED
-    assert {name for name in names if rule_of(name).may == "yes"} == FREE
-    ruled = " ".join(rule.fields for rule in RULES).split()
-    assert len(set(ruled)) == len(ruled)
-    assert {name.partition(".")[0] for name in ruled} == FIELDS
+    rules = rules_of(TrainConfig())
+    assert rules.keys() - names == {"optimizer.unset"}
+    assert {name for name in names if rules[name].may == "yes"} == FREE
+    by_extend = {"steps", "optimizer.extend", "optimizer.decay_steps"}
+    assert {name for name in names if rules[name].may == "by extend"} == by_extend
 
 
-def test_the_guide_has_the_table_of_rules():
+def test_the_guide_has_the_rule_of_every_setting():
     page = (tiny.ROOT / "notes" / "guide" / "runs.md").read_text()
-    rows = [f"| {', '.join(f'`{flag(name)}`' for name in rule.fields.split())} | {rule.may} | {rule.why} |" for rule in RULES]
-    assert "\n".join(rows) in page
+    documented = {}
+    for flags, may, why in re.findall(r"^\| (`--.*`) \| (yes|no|by extend) \| (.*) \|$", page, re.MULTILINE):
+        for each in re.findall(r"`(--[\w.-]+)`", flags):
+            assert each not in documented
+            documented[each] = may, why
+    rules = rules_of(TrainConfig())
+    named = set()
+    for name in flatten(TrainConfig().to_dict()):
+        # A flag such as --optimizer stands for those of its fields that have no row.
+        row = flag(name) if flag(name) in documented else flag(name.partition(".")[0])
+        named.add(row)
+        may, why = documented[row]
+        assert (may, why) == (rules[name].may, rules[name].why or why), name
+    assert named == documented.keys()
+
+
+def test_a_setting_may_not_change_unless_its_field_is_marked():
+    @dataclasses.dataclass
+    class Inner:
+        free: int = may_change(1, "of a reason")
+        fixed: int = 2
+
+    @dataclasses.dataclass
+    class Outer:
+        inner: Inner = dataclasses.field(default_factory=Inner)
+        steps: int = may_change(3, "of another", by_extend=True)
+
+    expected = {"free": "yes", "fixed": "no", "steps": "by extend"}
+    assert {name: rule.may for name, rule in resume_rules(Outer(), inline=["inner"]).items()} == expected
+    assert resume_rules(Outer()).keys() == {"inner.free", "inner.fixed", "steps"}
 
 
 @pytest.mark.parametrize("name", sorted(FREE - {"resume"}))

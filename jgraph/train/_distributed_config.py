@@ -1,0 +1,37 @@
+"""Settings of the processes of a run. No JAX."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jgraph.errors import check_types, require, require_positive
+from jgraph.settings import OTHER_DEVICES, check_field, may_change
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """Processes of a distributed run. Slurm and Open MPI set these options; otherwise set the last three together."""
+
+    setup: Literal["auto", "off"] = may_change("auto", OTHER_DEVICES)
+    """`auto` connects to the other processes that Slurm, Open MPI or the options below define. `off` runs one process."""
+    coordinator: str = may_change("", OTHER_DEVICES)
+    """HOST:PORT of process 0. All processes must be able to reach it, and the port must be free."""
+    num_processes: int | None = may_change(None, OTHER_DEVICES)
+    """Number of processes."""
+    process_id: int | None = may_change(None, OTHER_DEVICES)
+    """Index of this process, from 0."""
+
+    def __post_init__(self):
+        check_types(self, prefix="distributed.")
+        flags = {"coordinator": self.coordinator or None, "num_processes": self.num_processes, "process_id": self.process_id}
+        given = [name for name, value in flags.items() if value is not None]
+        for name, value in flags.items() if given else ():
+            require(value is not None, f"distributed.{name}", value, f"set together with `distributed.{given[0]}`")
+        if self.num_processes is None or self.process_id is None:
+            return
+        check_field(self, "distributed.setup", self.setup != "off", "auto if `distributed.coordinator` is set")
+        host, _, port = self.coordinator.rpartition(":")
+        is_address = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
+        check_field(self, "distributed.coordinator", is_address, "HOST:PORT of process 0")
+        require_positive(self, "num_processes", prefix="distributed.")
+        allowed = f"at least 0 and less than `distributed.num_processes` {self.num_processes}"
+        check_field(self, "distributed.process_id", 0 <= self.process_id < self.num_processes, allowed)
