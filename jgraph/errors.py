@@ -28,6 +28,11 @@ class JgraphError(ValueError):
             assert hasattr(self, name), f"{type(self).__name__} has no {name}"
             setattr(self, name, value)
 
+    @property
+    def problem(self) -> str:
+        """The message without the name of the argument at its start."""
+        return str(self).removeprefix(f"`{self.field}` ")
+
 
 class ConfigError(JgraphError):
     """An argument or a configuration field has an invalid value.
@@ -39,6 +44,10 @@ class ConfigError(JgraphError):
 
     def __init__(self, message: str, *, field: str):
         super().__init__(message, field=field)
+
+    def about(self, field: str) -> "ConfigError":
+        """Returns the error about another argument, `field`, whose value was passed on to the one of this error."""
+        return ConfigError(f"`{field}` {self.problem}", field=field)
 
 
 def check_choice(field: str, value: object, allowed: Collection[str]) -> None:
