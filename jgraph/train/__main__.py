@@ -111,16 +111,9 @@ def _run(args: list[str], prog: str) -> int:
 
 
 def _check_device_count(args: Sequence[str]) -> None:
-    """Checks that the devices the flags ask for exist.
+    """Checks that the devices the flags ask for exist, if the batch or the experts cannot be divided between them.
 
-    Called if the batch or the experts cannot be divided between the devices: if there are too few devices, that error is
-    reported instead. Does nothing in a run of several processes, because the devices of the others are not known yet.
-
-    Args:
-        args: The arguments, which `parse` has converted to their types.
-
-    Raises:
-        ConfigError: If there are fewer devices.
+    With too few devices, that error comes first. In a run of several processes, the devices of the others are not known.
     """
     from jgraph.dispatch import check_devices
     from jgraph.processes import devices_of_ranks, launcher
@@ -140,22 +133,10 @@ def _check_device_count(args: Sequence[str]) -> None:
 
 
 def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
-    """Parses the flags of a run. Trains nothing and writes no files.
+    """Parses the flags of a run. Returns None after `--help`. Trains nothing and writes no files.
 
-    The defaults are those of the flag `--preset`. With `--continue-from` and `--init-from`, the settings of the model are read
-    from the other run or folder. Without `--preset`, `--init-from` also reads the dtype of the matmuls. With `--init-from` or
-    `--lora.rank`, the learning rate is one for fine-tuning. Imports the model class.
-
-    Args:
-        args: The arguments without the name of the program.
-        prog: The command as the user starts it, for the usage line.
-
-    Returns:
-        The checked configuration. None after `--help`, which prints the help to stdout.
-
-    Raises:
-        ConfigError: If a flag is unknown or has a value that is not allowed, values exclude each other, the model class cannot
-            be imported, or the other run or folder cannot be read.
+    The defaults are those of `--preset`. `--continue-from` and `--init-from` set the model, and without a preset the dtype of
+    its matmuls. With `--init-from` or `--lora.rank`, the learning rate is one for fine-tuning. Imports the model class.
     """
     # These flags determine the other flags and their defaults. tyro parses them again and reports errors.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -24,37 +24,25 @@ from jgraph.train.watchdog import Watchdog
 
 
 class FirstStep(Callback):
-    """Calls a function once, when the first step that the loop itself runs has finished.
-
-    Args:
-        act: The function, without arguments. Its result is ignored.
-    """
+    """Calls a function once, when the first step that the loop itself runs has finished."""
 
     def __init__(self, act: Callable[[], None]):
         self._act: Callable[[], None] | None = act
 
     def due(self, done: int) -> bool:
-        """Returns True until the function has been called, so that the loop waits for the first step. `done` is not used."""
         return self._act is not None
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
-        """Calls the function, unless it has been called before or another callback ran the step (`metrics` is None)."""
+        """Calls the function, unless another callback ran the step (`metrics` is None)."""
         if self._act and metrics is not None:
             self._act()
             self._act = None
 
 
 class GradientChecks(Callback):
-    """Checks every finished step: raises or warns if its loss or gradient is not finite, and warns of gradients of zero.
+    """Raises or warns if the loss or a gradient of a step is not finite, and warns of gradients of zero.
 
-    Args:
-        setup: The setup of the run. Its `on_nonfinite` chooses between an error (`stop`) and a warning (`skip`).
-        checkpoints: The checkpoints of the run. The error names the newest one.
-        reporter: Prints warnings.
-        skipped: Number of updates that the run has skipped before this loop, because the loss or a gradient was not finite.
-
-    Attributes:
-        skipped: Number of updates that the run has skipped so far, including this loop.
+    `skipped` counts the updates that the run has skipped so far, because the loss or a gradient was not finite.
     """
 
     def __init__(self, setup: TrainSetup, checkpoints: Checkpoints, reporter: Reporter, skipped: int):
@@ -64,20 +52,7 @@ class GradientChecks(Callback):
         self._names, self._warned = sorted(setup.step.bound.layout.trained.params), set[str]()
 
     def finished(self, steps: Sequence[Numbered]) -> None:
-        """Checks the metrics of finished steps. Called by the loop for every step once.
-
-        If a loss or gradient is not finite and `on_nonfinite` is `stop`, raises an error. If `on_nonfinite` is `skip`, adds 1
-        to `skipped` and prints a warning. Prints a warning once per array whose gradient is zero everywhere. With delayed FP8
-        scaling, step 1 is not checked for gradients of zero, and never for the matrices A of adapters.
-
-        Args:
-            steps: Pairs of the number of a step, from 1, and its metrics.
-
-        Raises:
-            NonFiniteError: If a loss or gradient is not finite and `on_nonfinite` is `stop`. Before it raises, the method waits
-                until the checkpoint that is being written, if any, is complete.
-            CheckpointError: In this case, if that checkpoint cannot be written.
-        """
+        """Checks the metrics of finished steps. Waits for the checkpoint that is being written before it raises."""
         for number, metrics in steps:
             if problem := self.problem(metrics):
                 self._non_finite(number, problem)
@@ -92,27 +67,11 @@ class GradientChecks(Callback):
                 )
 
     def zeros(self, metrics: StepMetrics) -> set[str]:
-        """Finds gradients of zero in the metrics of a step.
-
-        Args:
-            metrics: The metrics of a finished step.
-
-        Returns:
-            The arrays with a gradient of zero everywhere, each named by its path in `TrainState.params`, for example
-            "blocks/0/up/kernel". Empty if there are none.
-        """
+        """Returns the arrays with a gradient of zero everywhere, by their names in `TrainState.params`."""
         return {name for name, square_sum in self._square_sums(metrics) if square_sum == 0}
 
     def problem(self, metrics: StepMetrics) -> str:
-        """Describes the loss and the gradients of a step that are NaN or infinite.
-
-        Args:
-            metrics: The metrics of a finished step.
-
-        Returns:
-            For example "the loss is nan and the gradient of blocks/0/up/kernel is not finite". Also reports a norm of the
-            gradient that overflows float32. An empty string if everything is finite.
-        """
+        """Describes a loss, gradients or a norm of the gradient that are not finite; empty if all are finite."""
         problems = [] if np.isfinite(metrics.loss) else [f"the loss is {float(metrics.loss)}"]
         names = [name for name, square_sum in self._square_sums(metrics) if not np.isfinite(square_sum)]
         if names:
@@ -145,14 +104,7 @@ class GradientChecks(Callback):
 class Metrics(Callback):
     """Writes and prints the metrics every `log_every` steps, and evaluates the model every `eval_every` steps.
 
-    Args:
-        setup: The setup of the run.
-        log: Writes every entry to metrics.jsonl and passes it to the trackers.
-        reporter: Prints every entry and warnings.
-        clock: The clock of the loop, which measures the time of the steps. Every entry ends a lap of the clock.
-        checks: Counts the skipped updates and finds gradients of zero. Must come before this callback in `Loop.callbacks`.
-        evaluate: Returns the held-out loss of a state, in nats per token, as a float.
-        trained_tokens: Counts the tokens in the loss of a range of steps, from 0; None for data without a loss mask.
+    Every entry ends a lap of `clock`. `checks` comes before this callback in the loop.
     """
 
     def __init__(
@@ -175,7 +127,6 @@ class Metrics(Callback):
         self._peak_flops = (peak_flops(self._device.device_kind) or 0) * setup.step.num_devices
 
     def due(self, done: int) -> bool:
-        """Returns True if `done` is 1, the last step, or a multiple of `log_every` or `eval_every`, which are positive."""
         return done == 1 or done % self._monitor.log_every == 0 or self._evaluates(done)
 
     def _steps_of(self, done: int) -> range:
@@ -187,28 +138,10 @@ class Metrics(Callback):
         return done == self._steps or done % self._monitor.eval_every == 0
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
-        """Writes one entry to metrics.jsonl and the trackers, and prints it.
+        """Evaluates the state if it is time, and writes an entry to metrics.jsonl and the trackers. Warns of dead experts.
 
-        Before that, evaluates `state` if `done` is the last step or a multiple of `eval_every`.
-
-        The keys of an entry are "step", "loss" (nats per token), "grad_norm" (before clipping), "learning_rate",
-        "tokens_per_second", "step_time_ms", "mfu" (fraction of the peak FLOP/s of the devices; None if that is unknown),
-        "peak_memory_bytes" (of the first device of this process), "skipped" (number of skipped updates of the run), "seconds"
-        (time of all steps of the run, also before it was resumed), "zero_gradients" (number of arrays with a gradient of zero)
-        and, after an evaluation, "eval_loss" (nats per token). A model with `jgraph.MoE` layers adds the keys "moe_load",
-        "moe_max_load", "moe_entropy", "moe_balance_loss", "moe_z_loss" and "moe_dropped" of `jgraph.moe.statistics.summary`.
-        Chat data adds "trained_tokens", the number of tokens in the loss since the last entry, over all processes.
-
-        Also prints a warning, at most once per `jgraph.MoE` layer, if experts of the layer got no token for 100 steps.
-
-        Args:
-            done: Number of finished steps.
-            state: The state after these steps. Not donated.
-            metrics: The metrics of step `done`. None for a profiled step: nothing is written, because the profiler slows the
-                step down.
-
-        Raises:
-            ConfigError: If metrics.jsonl cannot be written.
+        A profiled step (`metrics` is None) has no entry, because the profiler slows it down. Chat data adds "trained_tokens",
+        and `jgraph.MoE` layers the keys of `jgraph.moe.statistics.summary`.
         """
         if metrics is None:
             return
@@ -248,58 +181,24 @@ class Metrics(Callback):
 
 
 class SaveCheckpoints(Callback):
-    """Saves the state at each multiple of `checkpoint_every` steps and at the end of the loop.
-
-    If a profile runs over a multiple, the state is saved at the end of the profile instead.
-
-    Args:
-        setup: The setup of the run.
-        checkpoints: Writes the checkpoints in the background.
-        watchdog: Watches the wait for the copy of the state on the devices.
-        done: Number of steps that were finished before the loop.
-    """
+    """Saves the state at each multiple of `checkpoint_every` steps and at the end of the loop."""
 
     def __init__(self, setup: TrainSetup, checkpoints: Checkpoints, watchdog: Watchdog, done: int):
         self._layout, self._every = setup.step.canonical, setup.config.output.checkpoint_every
         self._checkpoints, self._watchdog, self._saved = checkpoints, watchdog, done
 
     def due(self, done: int) -> bool:
-        """Returns True if a multiple of `checkpoint_every` is greater than the last saved step and at most `done`.
+        """Returns True if a multiple of `checkpoint_every` lies after the last saved step, at most at `done`.
 
-        Until this object has saved a state, the last saved step is the number of steps that were finished before the loop.
-
-        Args:
-            done: Number of steps dispatched so far. May be larger than the multiple, because a profile runs several steps
-                between two calls.
+        `done` may be larger than the multiple, because a profile runs several steps between two calls.
         """
         return done // self._every > self._saved // self._every
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
-        """Saves the state after step `done`, unless the newest checkpoint is of this step.
-
-        Copies the state on the devices to the layout of the model's own tree, so the devices need memory for a second state
-        until the copy is on the host. The files are written in the background.
-
-        Args:
-            done: Number of finished steps.
-            state: The state after these steps. Neither donated nor deleted.
-            metrics: Not used.
-
-        Raises:
-            CheckpointError: If this or the previous checkpoint cannot be written.
-        """
         self.ended(done, state)
 
     def ended(self, done: int, state: TrainState) -> None:
-        """Saves the state at the end of the loop, in the same way as `after`, unless the newest checkpoint is of step `done`.
-
-        Args:
-            done: Number of finished steps.
-            state: The state after these steps. Neither donated nor deleted.
-
-        Raises:
-            CheckpointError: If this or the previous checkpoint cannot be written.
-        """
+        """Saves the state. Needs memory for a second state until the copy is on the host. Files are written later."""
         if self._checkpoints.latest_step == done:
             return  # saved by `after`; another conversion of the state would take memory for a second state
         canonical = self._watchdog.wait(lambda: f"the state of step {done} for its checkpoint", self._layout.of(state))

@@ -18,40 +18,22 @@ Numbered = tuple[int, StepMetrics]
 
 
 class Halt(NamedTuple):
-    """A step that changed nothing, because a device had to send another device more expert rows than the buffer holds.
+    """A step that changed nothing, because a device had to send another more expert rows than the buffer holds."""
 
-    Attributes:
-        number: Number of the first halted step, from 1.
-        needed: Largest number of rows (tokens times experts per token) that a device must send to one other device, in any
-            layer and microbatch of the halted steps.
-    """
-
+    # number of the first halted step, from 1
     number: int
+    # largest number of rows (tokens times experts per token) that a device must send to one other device, in any layer
+    # and microbatch of the halted steps
     needed: int
 
 
 def is_halted(metrics: StepMetrics) -> bool:
-    """Returns True if a step halted: it changed nothing, because an expert buffer was too small.
-
-    Args:
-        metrics: The metrics of the step, as numpy values or as arrays of a step that may be running. If `metrics.halted` is
-            None, the step cannot halt and is not waited for. Otherwise waits for the step.
-    """
+    """Returns True if a step changed nothing. Waits for a step that can halt, and not for others."""
     return metrics.halted is not None and int(metrics.halted) > 0
 
 
 def happened(steps: Sequence[Numbered]) -> tuple[list[Numbered], Halt | None]:
-    """Separates the steps before a halt from the halted steps. Waits for the steps that can halt.
-
-    The steps that were dispatched after a halted step are halted, too.
-
-    Args:
-        steps: Pairs of the number of a step, from 1, and its metrics, for consecutive steps.
-
-    Returns:
-        The pairs of the steps that did not halt, and a `Halt` that describes the first halted step. The `Halt` is None if no
-        step halted.
-    """
+    """Separates the steps before a halt from the halted ones, which all steps after a halted step are."""
     done = [step for step in steps if not is_halted(step[1])]
     if len(done) == len(steps):
         return done, None
@@ -61,18 +43,7 @@ def happened(steps: Sequence[Numbered]) -> tuple[list[Numbered], Halt | None]:
 
 
 def grown(config: TrainConfig, halt: Halt) -> tuple[TrainConfig, str]:
-    """Increases `model.moe.capacity`, the size of the expert buffers, until the rows of a halted step fit.
-
-    Args:
-        config: The configuration of the run. Not changed.
-        halt: The halted step.
-
-    Returns:
-        A copy of `config` with a larger `model.moe.capacity`, and a line that describes the change. Does not print the line.
-
-    Raises:
-        ConfigError: If the rows fit with the present capacity, so that the model halted for another reason.
-    """
+    """Increases `model.moe.capacity` until the rows of a halted step fit. Also returns a line about the change."""
     moe, devices = config.hooks.moe or Experts(), config.parallel.ep
     ranks = config.parallel.data_ranks * config.parallel.cp
     tokens = config.input.tokens_per_step // (config.input.num_microbatches * ranks)

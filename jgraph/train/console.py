@@ -17,50 +17,33 @@ from jgraph.train.presets import PRESETS
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of a run, as `train` returns it.
+    """The result of a run. Counts and times include the run before it was resumed."""
 
-    Attributes:
-        outcome: "finished", "already finished" (no step was needed) or "stopped by SIGTERM" (or another signal).
-        steps: Number of finished steps of the run, including those before it was resumed and those without an update.
-        skipped: Number of steps without an update, because the loss or a gradient was not finite.
-        tokens: Number of training tokens of all steps.
-        seconds: Time of all steps in seconds, also before the run was resumed. Excludes compilation, evaluation, checkpoints
-            and profiled steps.
-        train_loss: Loss of the last logged step in nats per token; None if no step was logged or this loss is not finite.
-        heldout_loss: Loss of the last evaluation in nats per token; None if there was none or this loss is not finite.
-        zlib_nats_per_token: Size of the first 32 MiB of the text of the data, compressed by zlib at level 9, in nats per byte,
-            for comparison with the losses. None if tokens are not bytes or the data has several sources.
-        run_dir: The run directory.
-        sample: A prompt and its continuation, as texts. Both are empty if no sample was generated.
-        stopped_by: Name of the signal that stopped the run, for example "SIGTERM". Empty if the run is finished.
-    """
-
+    # "finished", "already finished" (no step was needed) or "stopped by SIGTERM" (or another signal)
     outcome: str
     steps: int
+    # steps without an update, because the loss or a gradient was not finite
     skipped: int
     tokens: int
+    # without compilation, evaluation, checkpoints and profiled steps
     seconds: float
+    # of the last logged step, in nats per token; None if it is not finite or there was none
     train_loss: float | None
     heldout_loss: float | None
+    # size of the first 32 MiB of the text, compressed by zlib at level 9, to compare with the losses;
+    # None if tokens are not bytes or the data has several sources
     zlib_nats_per_token: float | None
     run_dir: Path
+    # a prompt and its continuation; empty if no sample was generated
     sample: tuple[str, str] = ("", "")
+    # name of the signal, for example "SIGTERM"
     stopped_by: str = ""
 
 
 class Reporter:
-    """Prints the header, progress, warnings and summary of a run to a console.
-
-    A context manager: inside its `with` block, a live line at the bottom of a terminal shows the progress. On a console that is
-    not a terminal, every logged step is printed as a line of its own.
-
-    Args:
-        console: The console to print to. A quiet console prints nothing.
-        steps: Number of steps of the run.
-    """
+    """Prints the header, progress, warnings and summary of a run. A terminal has a live line inside the `with` block."""
 
     def __init__(self, console: Console, steps: int):
-        """Creates the live line. Nothing is printed."""
         self._console, self._steps = console, steps
         self._live = Progress(
             TextColumn("step {task.completed}/{task.total}"),
@@ -73,43 +56,22 @@ class Reporter:
         self._task = self._live.add_task("", total=steps, numbers="compiling")
 
     def __enter__(self) -> Self:
-        """Shows the live line, if the console is a terminal. Returns the reporter itself."""
         self._live.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Stops updating the live line and restores the terminal. Does not suppress an exception."""
         self._live.stop()
 
     def line(self, text: str) -> None:
-        """Prints a text as it is, without markup, above the live line. Characters that the console cannot encode become `?`.
-
-        Args:
-            text: One or several lines, without a line break at the end.
-        """
+        """Prints one or several lines as they are, without markup. Characters that the console cannot encode become `?`."""
         text = text.encode(self._console.encoding, errors="replace").decode(self._console.encoding)
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Prints the line "warning: TEXT" above the live line.
-
-        Args:
-            text: The warning, one line.
-        """
         self.line(f"warning: {text}")
 
     def progress(self, entry: dict[str, Any]) -> None:
-        """Shows the step, losses, speed, peak memory and skipped updates of an entry of metrics.jsonl.
-
-        On a terminal, updates the live line, and prints a line of its own if the entry has "eval_loss". Elsewhere, prints a
-        line for every entry.
-
-        Args:
-            entry: The entry, with the keys "step", "loss" (nats per token), "tokens_per_second", "step_time_ms", "mfu"
-                (fraction of the peak FLOP/s, or None), "peak_memory_bytes" and "skipped". After an evaluation also "eval_loss".
-                Losses and speeds may be None and are then shown as `?`. For chat data also "trained_tokens". Other keys are
-                ignored.
-        """
+        """Shows an entry of metrics.jsonl: in the live line, or in a line of its own."""
         # On a terminal, evaluations are printed too, because the next step overwrites the live line.
         if self._live.disable or "eval_loss" in entry:
             self.line(f"step {entry['step']}/{self._steps}  {_numbers(entry)}")
@@ -117,17 +79,7 @@ class Reporter:
         self._live.update(self._task, completed=entry["step"], numbers=numbers)
 
     def begins(self, config: TrainConfig, *, parameters: int, trained: int, corpus: Corpus, devices: str) -> None:
-        """Prints the run header: model, data, batch, learning rate, and every setting that differs from the preset.
-
-        For a configuration without a preset, prints every setting that differs from the defaults.
-
-        Args:
-            config: The configuration of the run.
-            parameters: Number of parameters of the model.
-            trained: Number of them that are trained.
-            corpus: The training data. Its name and numbers of tokens are printed.
-            devices: Number and kind of the devices as a text, for example "8 NVIDIA H100 devices".
-        """
+        """Prints the run header: model, data, batch, learning rate, and every setting that is not a default."""
         batch, optimizer = config.input, config.optimizer
         sizes, changed = map(_settings, _changed_settings(config))
         count = f"{parameters:,} parameters" + f", {trained:,} of them trained" * (trained < parameters)
@@ -151,13 +103,7 @@ class Reporter:
         )
 
     def summary(self, summary: Summary, config: TrainConfig) -> None:
-        """Prints the result of a run. If it has a sample text, also prints that text and the command that generates more text.
-
-        Args:
-            summary: The result of the run.
-            config: The configuration of the run. The command names a model class outside `jgraph_models`, and asks a question
-                after training on chat data.
-        """
+        """Prints the result of a run, its sample text, and the command that generates more text."""
         seconds, zlib = summary.seconds, summary.zlib_nats_per_token
         rate = f", {summary.tokens / seconds:,.0f} tokens/s" if seconds else ""
         rows = {

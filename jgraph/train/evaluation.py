@@ -24,41 +24,33 @@ _SETTINGS = "module seq_len batch_size num_microbatches eval_batches data data_f
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation.
+    """The result of an evaluation of the held-out part of `data`."""
 
-    Attributes:
-        source: "RUN after STEP steps", or the path of the Hugging Face folder.
-        data: Name of the data. The model predicted tokens of its held-out part.
-        fingerprint: SHA-256 of the data, 64 hexadecimal digits.
-        batches: Number of batches.
-        batch_size: Sequences per batch, over all devices.
-        seq_len: Predicted tokens per sequence.
-        devices: Number of devices.
-        tokens: Number of predicted tokens, over all batches. For chat data, only those in the loss.
-        bytes: Number of bytes of the text of the predicted tokens, in UTF-8 without end-of-text tokens; None if the tokenizer
-            is unknown.
-        loss: Mean loss over all predicted tokens, in nats per token.
-    """
-
+    # "RUN after STEP steps", or the path of the Hugging Face folder
     source: str
     data: str
+    # SHA-256 of the data
     fingerprint: str
     batches: int
+    # sequences per batch, over all devices
     batch_size: int
+    # predicted tokens per sequence
     seq_len: int
     devices: int
+    # predicted tokens of all batches; for chat data only those in the loss
     tokens: int
+    # UTF-8 bytes of the predicted tokens without end-of-text tokens; None if the tokenizer is unknown
     bytes: int | None
+    # mean over all predicted tokens, in nats per token
     loss: float
 
     @property
     def perplexity(self) -> float:
-        """Perplexity per token: e to the power of the loss in nats."""
         return float(np.exp(self.loss))
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Loss in bits per byte of text, which is comparable between tokenizers. None if `bytes` is None or 0."""
+        """Loss in bits per byte of text, which is comparable between tokenizers."""
         return self.loss / math.log(2) * self.tokens / self.bytes if self.bytes else None
 
 

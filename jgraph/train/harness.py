@@ -18,17 +18,12 @@ _GENERATION = {"do_sample", "temperature", "top_k", "top_p", "until", "max_gen_t
 
 
 class TaskScore(NamedTuple):
-    """A metric of a task.
-
-    Attributes:
-        task: Name of the task or of a group of tasks.
-        metric: Name of the metric, such as `acc`. Followed by a comma and the name of the filter if the task filters outputs.
-        value: Value of the metric; a text if the task has no number for it.
-        stderr: Standard error of the value; None if unknown.
-    """
+    """A metric of a task or of a group of tasks."""
 
     task: str
+    # such as `acc`; followed by a comma and the name of the filter if the task filters outputs
     metric: str
+    # a text if the task has no number for it
     value: Any
     stderr: float | None
 

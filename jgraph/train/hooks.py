@@ -104,7 +104,7 @@ class ModelHooks:
 
 
 def model_hooks(module: str) -> ModelHooks:
-    """Imports a model class and resolves its hooks. Raises ConfigError if there is no such class, or for a wrong type."""
+    """Imports a model class and resolves its hooks."""
     found = present(ModelHooks, find_model(module), module, tensor_rules=Mapping, pipeline_model=PipelineModel)
     hooks = ModelHooks(**found)
     if not isinstance(hooks.hugging_face, HuggingFace | None):
@@ -115,7 +115,7 @@ def model_hooks(module: str) -> ModelHooks:
 
 
 def set_remat(made: Any, remat: str, module: str) -> None:
-    """Sets the attribute `remat` of a module, unless `remat` is `nothing`. Raises ConfigError if it has no such attribute."""
+    """Sets the attribute `remat` of a module, unless `remat` is `nothing`."""
     if remat != "nothing":
         has_remat = not isinstance(made, nn.Module) and isinstance(getattr(made, "remat", None), str)
         require(has_remat, "remat", remat, f"nothing for {module}, which has no attribute `remat`, except in a pipeline")

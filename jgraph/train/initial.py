@@ -47,18 +47,7 @@ _FREE = ("model.compute_dtype", "model.tensor_overlap", "model.moe.balance_loss"
 
 
 def names_of(module: str, *, field: str) -> HuggingFace:
-    """Imports a model class and returns its map between parameter names and Hugging Face tensors.
-
-    Args:
-        module: The model class, as `package.module:Class`.
-        field: Name of the caller's argument that requires the map, for the error.
-
-    Returns:
-        The attribute `hugging_face` of the class.
-
-    Raises:
-        ConfigError: If the class cannot be imported, or its attribute `hugging_face` is missing or not a `HuggingFace`.
-    """
+    """Imports a model class and returns its map between parameters and Hugging Face tensors, which `field` requires."""
     if (names := model_hooks(module).hugging_face) is None:
         raise ConfigError(
             f"`module` is {module}: must have the attribute hugging_face, a HuggingFace, for `{field}`", field="module"
@@ -69,22 +58,9 @@ def names_of(module: str, *, field: str) -> HuggingFace:
 def with_settings_of(
     module: str, model: Any, init_from: str, run_dir: str, *, compute_dtype: Literal["model", "folder"] = "model"
 ) -> Any:
-    """Returns model settings with the sizes in the config.json of a Hugging Face folder. Reads no tensors.
+    """Returns a copy of model settings with the sizes in the config.json of a Hugging Face folder. Reads no tensors.
 
-    Args:
-        module: The model class, as `package.module:Class`.
-        model: Settings of the model. The result has their values in the fields that config.json does not determine. Not
-            changed.
-        init_from: Path of the folder. If it has been removed, the copy of its config.json in the run directory is read.
-        run_dir: Path of the run directory, which need not exist.
-        compute_dtype: Source of the field `compute_dtype`, if `model` has one: `model`, or `folder` for `Folder.dtype`.
-
-    Returns:
-        A copy of `model` with the fields that config.json determines.
-
-    Raises:
-        ConfigError: If the class cannot be imported or has no attribute `hugging_face`. Also if the folder does not exist, or
-            its config.json is missing, damaged or describes a model that the class does not support.
+    If the folder has been removed, reads the copy of its config.json in the run directory.
     """
     copy = RunDir(Path(run_dir)).origin
     path = copy if not Path(init_from).exists() and (copy / CONFIG_FILE).exists() else Path(init_from)
@@ -96,13 +72,7 @@ def with_settings_of(
 
 
 def dtype_of_source(init_from: str, continue_from: str, run_dir: str) -> str:
-    """Returns the dtype of the folder that weights came from, perhaps by way of other runs; float32 if there was none.
-
-    Args:
-        init_from: Path of the folder.
-        continue_from: The other run, as in the configuration.
-        run_dir: The run directory, with a copy of config.json if the run resumes.
-    """
+    """Returns the dtype of the folder that weights came from, perhaps by way of other runs; float32 if there was none."""
     copy = RunDir(Path(run_dir)).origin
     source = Path(init_from) if init_from and not continue_from else run_of(continue_from)[0] / ORIGIN
     folders = [path for path in (source, copy) if (path / CONFIG_FILE).exists()]
@@ -110,37 +80,14 @@ def dtype_of_source(init_from: str, continue_from: str, run_dir: str) -> str:
 
 
 def run_of(continue_from: str) -> tuple[Path, int | None]:
-    """Splits RUN/checkpoints/STEP into the run directory and the step. Does not look for the files.
-
-    Args:
-        continue_from: RUN/checkpoints/STEP, or RUN alone.
-
-    Returns:
-        The run directory, and the number of steps of the checkpoint. None instead of the number for RUN alone.
-    """
+    """Splits RUN/checkpoints/STEP, or RUN alone, into the run directory and the step or None. Does not look for the files."""
     path = Path(continue_from)
     is_step = path.parent.name == "checkpoints" and path.name.isdecimal()
     return (path.parents[1], int(path.name)) if is_step else (path, None)
 
 
 def config_of_run(continue_from: str, run_dir: str, *, module: str = "") -> TrainConfig:
-    """Returns the saved configuration of the run named by `continue_from`. Imports its model class.
-
-    If that run has been removed and `run_dir` holds a run, reads the configuration of the run in `run_dir` instead.
-
-    Args:
-        continue_from: Directory of the other run, or RUN/checkpoints/STEP.
-        run_dir: Directory of the run that starts with the weights of the other run.
-        module: Model class that the caller trusts, as `package.module:Class`. Required for a class outside `jgraph_models`,
-            and may be empty otherwise.
-
-    Returns:
-        The configuration in config.json.
-
-    Raises:
-        ConfigError: If there is no run, its config.json is damaged or from another version, `module` is another class than the
-            saved one, or `module` is empty for a class outside `jgraph_models`.
-    """
+    """Returns the saved configuration of the other run, or of the run in `run_dir` if the other has been removed."""
     source, target = RunDir(run_of(continue_from)[0]), RunDir(Path(run_dir))
     is_removed = not source.path.exists() and target.config.exists()
     if not is_removed and not source.path.exists() and download_hint(continue_from):
@@ -152,20 +99,7 @@ def config_of_run(continue_from: str, run_dir: str, *, module: str = "") -> Trai
 
 
 def check_alike(here: Any, there: Any, as_it: str, prefix: str = "model.") -> None:
-    """Checks that the model settings of a run equal those of its initial weights.
-
-    `compute_dtype`, `tensor_overlap`, and `balance_loss`, `z_loss` and `bias_rate` of `moe`, may differ. Nested dataclasses of
-    the same type are compared field by field.
-
-    Args:
-        here: Settings of the run, a dataclass; None for a model without settings, which is not checked.
-        there: Settings of the initial weights, with the same fields.
-        as_it: Names the source of the expected value, for the error, for example "as in `init_from` folder".
-        prefix: Text before the field names in the error.
-
-    Raises:
-        ConfigError: For the first setting that differs.
-    """
+    """Checks that the model settings `here` of a run equal those of its initial weights, except for `_FREE`."""
     for field in dataclasses.fields(here) if here is not None else ():
         name, (value, expected) = f"{prefix}{field.name}", (getattr(settings, field.name) for settings in (here, there))
         if dataclasses.is_dataclass(value) and type(value) is type(expected):
@@ -177,9 +111,7 @@ def check_alike(here: Any, there: Any, as_it: str, prefix: str = "model.") -> No
 def tokenizer_of(config: TrainConfig, copies: Path | None = None) -> Tokenizer | None:
     """Returns the tokenizer of the initial weights, which reads the data, with the template of the run; None for bytes.
 
-    Args:
-        config: The configuration of the run.
-        copies: Directory with copies of the files of the weights and of `data_template`, if the run resumes.
+    `copies` has copies of the files of the weights and of `data_template`, if the run resumes.
     """
     folder = copies or _source(config.initial)
     template = None if copies else config.input.data_template
@@ -189,15 +121,7 @@ def tokenizer_of(config: TrainConfig, copies: Path | None = None) -> Tokenizer |
 
 
 def tokenizer_warning(config: TrainConfig) -> str:
-    """Returns a warning if the data may have other token ids than the initial weights were trained on.
-
-    Args:
-        config: The configuration of the run. Reads the tokenizer.json of the weights and of token files in `data`.
-
-    Returns:
-        One line, if text is read as bytes although the weights have a larger vocabulary, or if token files were made with
-        another tokenizer.json than that of the weights. Otherwise an empty string, also for random weights.
-    """
+    """Warns if the data may have other token ids than the weights were trained on: text read as bytes, other token files."""
     if (source := _source(config.initial)) is None:
         return ""
     name, path = ("init_from", config.initial.init_from) if config.initial.init_from else ("continue_from", source.parent)
@@ -213,17 +137,9 @@ def tokenizer_warning(config: TrainConfig) -> str:
 
 
 def write_origin(config: TrainConfig, run_dir: RunDir) -> None:
-    """Copies config.json and the tokenizer of the initial weights into `origin/` of the run directory.
+    """Copies config.json and the tokenizer of the initial weights, else of token files, into a new `origin/`.
 
-    The tokenizer of token files in `data` is copied if the weights have none. The file `data_template` replaces all templates.
-
-    Args:
-        config: The configuration of the run.
-        run_dir: The run directory, which must exist. An existing `origin/` is deleted first.
-
-    Raises:
-        ConfigError: If a file cannot be copied.
-        DataError: If a file is a link out of its folder.
+    The file `data_template` replaces all templates.
     """
     shutil.rmtree(run_dir.origin, ignore_errors=True)
     source, beside, template = _source(config.initial), tokenizer_beside(config.input.data), config.input.data_template
@@ -242,7 +158,7 @@ def write_origin(config: TrainConfig, run_dir: RunDir) -> None:
 
 
 def copied_folder(run_dir: RunDir) -> Folder | None:
-    """Opens `origin/` of a run directory as a Hugging Face folder without tensors; None if it has no config.json."""
+    """Opens `origin/` as a Hugging Face folder without tensors; None if it has no config.json."""
     return Folder(run_dir.origin, field="run") if (run_dir.origin / CONFIG_FILE).exists() else None
 
 
@@ -255,36 +171,20 @@ def _source(initial: InitialConfig) -> Path | None:
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """An opened source of weights for the first state of a run. Made by `initial_weights`.
+    """An opened source of weights for the first state of a run, in the layout and dtypes of the step."""
 
-    Attributes:
-        about: Name of the source, for the line that the run prints.
-        step: Number of steps of the other run's checkpoint; None for a Hugging Face folder.
-        load: Takes the setup of the run. Reads the weights and returns the state before the first step. Its arrays have the
-            layout, dtypes and devices of the step. With `continue_with` `optimizer`, the state also has the moments and the
-            step count of the optimizer from the other run; otherwise they are new.
-        close: Closes the checkpoint and ends its threads. Does nothing for a folder.
-    """
-
+    # name of the source, for the line that the run prints
     about: str
+    # steps of the other run's checkpoint; None for a Hugging Face folder
     step: int | None
     load: Callable[[TrainSetup], TrainState]
     close: Callable[[], None] = lambda: None
 
 
 def initial_weights(config: TrainConfig) -> InitialWeights | None:
-    """Opens the source of the initial weights and checks that its model has the settings of the run. Loads no weights.
+    """Opens the source of the initial weights and checks its model. Loads no weights. None if they are random.
 
-    Args:
-        config: The configuration of a new run. `init_from` names a Hugging Face folder, `continue_from` another run.
-
-    Returns:
-        The source; the caller must call `close`. None if the weights are random.
-
-    Raises:
-        ConfigError: If the folder or run does not exist or is damaged, or its model differs from that of the configuration.
-            Also if `run_dir` is the directory in `continue_from`, or the tensors of the folder are not those of the model.
-        CheckpointError: If the other run does not have the checkpoint, or the list of its arrays is damaged.
+    The caller closes the source.
     """
     initial = config.initial
     if not (initial.init_from or initial.continue_from):
@@ -319,7 +219,6 @@ def _shown(value: str | tuple[str, ...]) -> str:
 
 
 def _of_folder(folder: Folder, setup: TrainSetup) -> TrainState:
-    """Makes the initial state with the parameters of a folder. The model initializes its carried state."""
     parts = names_of(setup.config.module, field="init_from").parts(setup.config.model)
     base = separated(setup.step.canonical.shapes().params)[0]
     return setup.step.init(_with_adapters(setup, load_parameters(folder, parts, base)), setup.new_carried())
@@ -352,11 +251,10 @@ def _weights_of(saved: SavedRun, setup: TrainSetup, like: Any) -> Any:
 
 
 def _of_run(saved: SavedRun, setup: TrainSetup) -> TrainState:
-    """Makes the initial state with the weights of another run, and with its optimizer state if `continue_with` is `optimizer`.
+    """Makes the initial state with the weights of another run, and its optimizer state for `continue_with` optimizer.
 
-    Adapters of the other run are merged into the weights, unless this run has the same adapters. Takes over the FP8 amax
-    histories if the recipe is the same except for `compute`. Otherwise the histories start empty. The count for bias correction
-    is taken over with the moments. The count of the learning rate starts at 0.
+    Takes over the FP8 amax histories if the recipe is the same except for `compute`. The count for bias correction is taken
+    over with the moments. The count of the learning rate starts at 0.
     """
     config, like = setup.config, setup.step.canonical.shapes()
     there = saved.config.fp8

@@ -210,22 +210,20 @@ def load(path: str | Path, step: int | None = None, *, module: str = "", adapter
 
 
 class Source(NamedTuple):
-    """A model that is opened, but not read.
-
-    `weights(params, carried)` reads arrays with the shapes and shardings of two trees, in the dtypes of the files. The second
-    result is None if the source has no carried state.
-    """
+    """A model that is opened, but not read."""
 
     about: str
     config: TrainConfig
     tokenizer: Tokenizer
     window: int | None
+    # Reads arrays with the shapes and shardings of two trees, parameters and carried state, in the dtypes of the files. The
+    # second result is None if the source has no carried state.
     weights: Callable[[Tree, Tree], tuple[Tree, Tree | None]]
 
 
 @contextlib.contextmanager
 def opened(path: str | Path, step: int | None, *, module: str, adapter: str | Path | None) -> Iterator[Source]:
-    """Opens the run directory or Hugging Face folder of `load`, with an adapter if one is given, until the end of a `with`."""
+    """Opens the run directory or Hugging Face folder of `load`, with an adapter if one is given, inside a `with` block."""
     check_exists(path, field="run")
     path = Path(path)
     if not (path / "config.json").exists():
@@ -240,7 +238,7 @@ def opened(path: str | Path, step: int | None, *, module: str, adapter: str | Pa
 
 
 def is_folder(path: Path) -> bool:
-    """Returns True for a Hugging Face folder: its config.json has the key "architectures". False for a damaged config.json."""
+    """Returns True for a Hugging Face folder: its config.json has the key "architectures"."""
     try:
         fields = json.loads((path / "config.json").read_text())
     except (OSError, ValueError, RecursionError):
@@ -260,8 +258,8 @@ def _of_run(saved: SavedRun) -> Source:
 def _tokenizer_of(saved: SavedRun) -> Tokenizer:
     """Returns the tokenizer in the run directory, else that of the token files of the run.
 
-    Without one, text is bytes if the run was trained on text or has a vocabulary of at most 256 tokens. Otherwise ids have no
-    text.
+    Without one, text is bytes if the run was trained on text or has a vocabulary of at most 256 tokens. Otherwise ids have
+    no text.
     """
     origin, folder = saved.dir.origin, copied_folder(saved.dir)
     own, beside = vocabulary(origin), tokenizer_beside(saved.config.input.data)
@@ -306,10 +304,7 @@ def _with_adapter(source: Source, path: Path) -> Source:
 
 
 def open_adapter(path: Path, config: TrainConfig) -> tuple[AdapterFolder, TrainConfig, AdaptedModel]:
-    """Opens a PEFT folder: reads adapter_config.json, and the names and shapes of the matrices.
-
-    Returns the folder, a copy of `config` with the rank, alpha and targets of the adapter in `lora`, and its model.
-    """
+    """Opens a PEFT folder. Also returns the configuration with the LoRA settings of the adapter, and its model."""
     require(not config.lora.rank, "adapter", path, "left out for a run with LoRA")
     folder = AdapterFolder(path, field="adapter")
     rank, alpha = folder.rank_and_alpha()

@@ -16,21 +16,11 @@ from jgraph.train.rundir import RunDir
 
 @contextlib.contextmanager
 def locked(run_dir: RunDir, warn: Callable[[str], object]) -> Iterator[None]:
-    """Creates a run directory if it is missing, and locks it against other processes inside the `with` block. Does not wait.
+    """Creates a run directory if it is missing, and locks it inside the `with` block. Does not wait.
 
-    Writes the file `lock` with the id and the host of this process, as JSON. At the end of the block, deletes this file, and
-    deletes the run directory if no other file is in the directory. The operating system releases the lock if the process is
-    killed. On a file system that does not support locks, the content of the file decides: the directory counts as locked while
-    the process in the file lives, and always if that process is on another machine. The file is then created as `lock.tmp`, by
-    one process at a time, and renamed.
-
-    Args:
-        run_dir: The run directory. Call its method `check` before, because `check` rejects a directory with unknown files.
-        warn: Called with one line if the file system supports locks and no process holds this one, but the file names a process
-            on another machine. The block then runs.
-
-    Raises:
-        ConfigError: At the start of the block, if another process holds the lock, or the directory or file cannot be written.
+    `RunDir.check` comes before, because it refuses a directory with unknown files. At the end, an empty directory is deleted.
+    The operating system releases the lock of a killed process. On a file system without locks, the content of the file decides:
+    the process in it holds the lock while it lives, and always if it is on another machine.
     """
     path, own = run_dir.lock_file, {"pid": os.getpid(), "host": socket.gethostname()}
     with os_errors("run_dir", run_dir.path):
@@ -120,7 +110,6 @@ def _write(file: TextIO, holder: dict[str, Any]) -> None:
 
 
 def _holder(file: TextIO) -> dict[str, Any] | None:
-    """Returns the pid and host in a lock file, or None if it has none."""
     file.seek(0)
     try:
         holder = json.loads(file.read())

@@ -23,123 +23,57 @@ _RUN_AHEAD = 4
 
 
 class Callback:
-    """Acts between the steps of a `Loop`. The methods of this base class do nothing, so a subclass overrides some of them.
-
-    Steps are counted from 1, and "done" is the number of finished or dispatched steps. In a distributed run, every process
-    calls the same methods at the same steps.
-    """
+    """Acts between the steps of a `Loop`, counted from 1. Every process calls the same methods at the same steps."""
 
     def instead(self, done: int, state: TrainState) -> tuple[TrainState, list[StepMetrics]] | None:
-        """Runs one or more steps in place of the loop. Called before every step that the loop would run.
+        """Runs steps in place of the loop, or returns None. Returns the state after them and their metrics in order.
 
-        The loop's clock does not measure these steps. This method may run steps only while no dispatched step is unfinished.
-        That is certain before the first step of the loop, and if `due(done)` of this callback returned True, because the loop
-        has then waited for step `done`.
-
-        Args:
-            done: Number of steps dispatched so far.
-            state: The state after these steps. Donated if this method runs steps.
-
-        Returns:
-            None to let the loop run the next step. Otherwise the state after the steps that this method ran, and the metrics of
-            each of these steps in order.
+        Only allowed while no step is in flight: before the first step, and if `due(done)` was True. The state is donated.
         """
         return None
 
     def finished(self, steps: Sequence[Numbered]) -> None:
-        """Receives the metrics of finished steps. Called whenever the loop has waited for its dispatched steps, before `after`.
-
-        Over all calls, receives every step once and in order, also steps that a callback ran (`instead`). Halted steps, which
-        changed nothing because an expert buffer was too small, are left out. May raise an exception to end the run.
-
-        Args:
-            steps: Pairs of the number of a step, from 1, and its metrics as numpy values. May be empty.
-        """
+        """Receives every finished step once and in order, also steps of `instead`, without halted steps. May raise."""
 
     def due(self, done: int) -> bool:
-        """Returns True if the loop must wait for step `done` and then call `after`. Called once a step is dispatched.
-
-        Also called after steps that a callback ran (`instead`). If one of the steps halted, `after` is not called.
-
-        Args:
-            done: Number of steps dispatched so far.
-        """
+        """Returns True if the loop must wait for step `done` and then call `after`. A halt prevents that call."""
         return False
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
-        """Acts after step `done`. Called if `due(done)` was True, when step `done` has finished and no other step is running.
+        """Acts when step `done` has finished and no other is running. The next step donates `state`.
 
-        Args:
-            done: Number of finished steps.
-            state: The state after these steps. This method must not donate `state`. The next step donates `state`, so a
-                reference that is kept after the call is invalid.
-            metrics: The metrics of step `done` as numpy values; None if a callback ran that step (`instead`).
+        `metrics` is None if a callback ran the step.
         """
 
     def recompiled(self, setup: TrainSetup, step: CompiledStep, done: int) -> None:
-        """Receives a step that the loop compiled, before its first use.
-
-        Called after a step halted because an expert buffer was too small: the new step has larger buffers. Also called before
-        the first step if the loop was given no compiled step.
-
-        Args:
-            setup: The setup of the compiled step. After a halt, its expert capacity is larger.
-            step: The compiled step.
-            done: Number of finished steps.
-        """
+        """Receives a step that the loop compiled after `done` steps, before its first use. `setup` has its expert capacity."""
 
     def ended(self, done: int, state: TrainState) -> None:
-        """Acts at the end of the loop. Called once, when all steps have finished, after the last step or a stop signal.
-
-        Not called if the loop ends with an exception.
-
-        Args:
-            done: Number of finished steps.
-            state: The state after these steps. This method must not donate `state`.
-        """
+        """Acts once after the last step or a stop signal, but not after an exception. Must not donate `state`."""
 
 
 @dataclass
 class Loop:
-    """Runs steps until `config.steps` of the setup or a stop signal, at most four steps ahead of the devices.
-
-    Attributes:
-        setup: The setup of `step`. Replaced after a halt: a step that changed nothing, because an expert buffer was too small.
-        step: The compiled step; None if it must be compiled before the next step. Set to None after a halt.
-        compile: Takes a setup. Compiles and returns its step.
-        grow: Takes a `Halt`, the first halted step and the number of rows it needs. Returns a setup with more expert capacity.
-        batches: The batch of every step as numpy arrays [B, ...], indexed from 0. B is the number of rows of this process.
-        callbacks: Called in this order.
-        stops: Takes the number of dispatched steps. Returns True if the loop must stop before the next step.
-        clock: Measures the time of the steps.
-        watchdog: Watches every wait for the devices.
-        pending: Number (from 1) and metrics of each dispatched step that the callbacks have not received yet.
-    """
+    """Runs steps until `config.steps` of the setup or a stop signal, at most four steps ahead of the devices."""
 
     setup: TrainSetup
+    # None after a halt, until it is compiled
     step: CompiledStep | None
     compile: Callable[[TrainSetup], CompiledStep]
     grow: Callable[[Halt], TrainSetup]
+    # rows of this process [B, ...] of every step, indexed from 0
     batches: Ahead
     callbacks: Sequence[Callback]
     stops: Callable[[int], bool]
     clock: StepClock
     watchdog: Watchdog
+    # dispatched steps that the callbacks have not received yet
     pending: list[Numbered] = field(default_factory=list)
 
     def run(self, done: int, state: TrainState) -> tuple[int, TrainState]:
-        """Runs the steps after `done`, calls the callbacks, and waits for the last step.
+        """Runs the steps after `done`, calls the callbacks, and waits for the last step. Repeats halted steps.
 
-        If a step halts because an expert buffer was too small, compiles a step with larger buffers and repeats the halted
-        steps.
-
-        Args:
-            done: Number of steps already finished.
-            state: The state after these steps. Donated if a step runs.
-
-        Returns:
-            The number of finished steps, including the first `done`, and the state after these steps. The number is less than
-            `config.steps` if a stop signal ended the loop.
+        Returns the number of finished steps and the state after them.
         """
         place, steps = self.setup.step.place, self.setup.config.steps
         while done < steps and not self.stops(done):
@@ -227,20 +161,9 @@ class Loop:
 
 
 def agreed_stop(stop: StopRequest, watchdog: Watchdog, every: int) -> Callable[[int], bool]:
-    """Returns a function that reports a stop signal of any process to all processes, at the same step.
+    """Returns a function of the steps done that is True on all processes if one of them got a stop signal.
 
-    A single process checks its own signal at every step. Several processes exchange their signals only if the number of
-    dispatched steps is a multiple of `every`.
-
-    Args:
-        stop: The signal of this process. If another process has received a signal, its name is written to `stop.name`.
-        watchdog: Watches the wait for the other processes.
-        every: Number of steps between exchanges of stop signals in a run of several processes, for example `log_every`: the
-            loop then waits for the devices at these steps anyway.
-
-    Returns:
-        A function from the number of dispatched steps to a bool: True if any process has received SIGTERM or SIGINT. With
-        several processes, False at steps without an exchange. Collective: every process must call it with the same numbers.
+    Several processes exchange their signals only at multiples of `every`, where the loop waits for the devices anyway.
     """
 
     def stops(done: int) -> bool:

@@ -110,18 +110,7 @@ class SettingsHooks:
 
 
 def settings_hooks(module: str, settings: ModelSettings | None) -> SettingsHooks:
-    """Resolves the hooks in the settings of a model.
-
-    Args:
-        module: The model class, as `package.module:Class`, for errors.
-        settings: The settings; None for a model without settings.
-
-    Returns:
-        The hooks. Their methods raise ConfigError if they fail or return another type.
-
-    Raises:
-        ConfigError: If a hook has the wrong type.
-    """
+    """Resolves the hooks in the settings of a model. Their methods raise ConfigError if they return another type."""
     kind = type(settings)
     found = present(SettingsHooks, settings, module, flops=Real, in_fp8=kind, with_visible_matmuls=kind)
     if "moe" in found:
@@ -133,14 +122,9 @@ def settings_hooks(module: str, settings: ModelSettings | None) -> SettingsHooks
 
 
 def present(hooks: type, source: Any, module: str, **methods: type) -> dict[str, Any]:
-    """Returns the attributes of `source` that have the name of a field of the dataclass `hooks`, and are not None.
+    """Returns the attributes of `source`, a class or an object, that are fields of the dataclass `hooks`, and are not None.
 
-    Args:
-        hooks: The dataclass.
-        source: A class, or an object. The methods of an object take it as their first argument.
-        module: The model class, as `package.module:Class`, for errors.
-        **methods: Types of the results of methods. A method of another type raises ConfigError. Its result raises the error if
-            it fails or returns another type.
+    A method of `methods` is checked: its result has this type. Methods of an object take it as their first argument.
     """
     found = {each.name: getattr(source, each.name, None) for each in fields(hooks)}
     found = {name: value for name, value in found.items() if value is not None}
@@ -166,29 +150,19 @@ def _checked(module: str, name: str, method: Callable[..., R], result: type[R]) 
 
 
 def find_model(name: str) -> Any:
-    """Imports a model class.
-
-    Args:
-        name: The class, as `package.module:Class`. Importing runs the code of the module.
-
-    Returns:
-        The class, of any type.
-
-    Raises:
-        ConfigError: If the module or the class does not exist, or the code of the module raises an exception.
-    """
+    """Imports the model class `package.module:Class`, which runs the code of the module."""
     module, _, class_name = name.partition(":")
     with model_errors(name, "be package.module:Class, with a module that can be imported from here"):
         return getattr(importlib.import_module(module), class_name)
 
 
 def is_class_name(name: object) -> bool:
-    """Returns True if `name` is a string of the form `package.module:Class`. Does not import the class."""
+    """Returns True for `package.module:Class`. Does not import the class."""
     return isinstance(name, str) and re.fullmatch(r"[\w.]+:\w+", name) is not None
 
 
 def is_built_in(name: str) -> bool:
-    """Returns True if the class `name`, as `package.module:Class`, is in the package `jgraph_models`. Does not import it."""
+    """Returns True if the class is in `jgraph_models`. Does not import it."""
     return re.split(r"[.:]", name)[0] == "jgraph_models"
 
 
@@ -197,13 +171,6 @@ def check_import(saved: str, named: str) -> None:
 
     An import runs the code of the module, and the author of a saved configuration may not be trusted. A class outside
     `jgraph_models` must therefore be named by the caller too.
-
-    Args:
-        saved: Class in the saved configuration, as `package.module:Class`.
-        named: Class that the caller named, in the same form; empty if the caller named none.
-
-    Raises:
-        ConfigError: If `named` is another class than `saved`, or is empty for a class outside `jgraph_models`.
     """
     if is_built_in(saved):
         require(named in ("", saved), "module", named, f"{saved}, as in the run's config.json, or left out")
@@ -216,18 +183,7 @@ def check_import(saved: str, named: str) -> None:
 
 
 def settings_of(name: str) -> type | None:
-    """Imports a model class and returns the dataclass of its settings.
-
-    Args:
-        name: The class, as `package.module:Class`.
-
-    Returns:
-        The annotated type of the first argument of the constructor, if it is a dataclass. None if it is another type, or has no
-        annotation that can be evaluated.
-
-    Raises:
-        ConfigError: If the model class cannot be imported.
-    """
+    """Imports a model class and returns the annotated type of its first argument, if that is a dataclass."""
     found = find_model(name)
     try:
         # The signature of an NNX class itself accepts anything.
@@ -239,18 +195,7 @@ def settings_of(name: str) -> type | None:
 
 
 def settings_from(kind: type, fields: dict[str, Any]) -> Any:
-    """Restores model settings from a dict, the inverse of `dataclasses.asdict`. Supports one level of nested dataclasses.
-
-    Args:
-        kind: The dataclass.
-        fields: Its fields by name, as decoded from JSON, with a dict for a nested dataclass. Lists stay lists. Not changed.
-
-    Returns:
-        An instance of `kind`.
-
-    Raises:
-        TypeError: If a field is unknown, or a field without a default is missing.
-    """
+    """Restores model settings from a dict, the inverse of `dataclasses.asdict`. Supports one level of nested dataclasses."""
     hints = typing.get_type_hints(kind)
     return kind(
         **{
@@ -274,16 +219,9 @@ def _described(error: Exception) -> str:
 
 @contextlib.contextmanager
 def model_errors(name: str, must: str) -> Iterator[None]:
-    """Converts exceptions of a user's model inside the `with` block into a ConfigError of one line.
+    """Converts exceptions of a user's model into a ConfigError of one line, which names the line of the user's code.
 
-    The message has the type and first line of the exception, and the file and line of the user's code that raised it.
-
-    Args:
-        name: The model class, as `package.module:Class`.
-        must: The requirement that the class does not meet, for the message, for example `have loss(tokens_BS)`.
-
-    Raises:
-        ConfigError: If the block raises an `Exception` that is not a JgraphError. A JgraphError is raised unchanged.
+    `must` is the requirement that the class does not meet, for example `have loss(tokens_BS)`.
     """
     try:
         yield

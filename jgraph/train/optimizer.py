@@ -35,19 +35,8 @@ def optimizer(
 ) -> optax.GradientTransformation | Elementwise:
     """Returns the optimizer of a configuration, as the argument `transform` of `train_step`. Does not clip the gradient.
 
-    Args:
-        config: The hyperparameters. `clip_norm` is not used, because the training step clips the gradient.
-        steps: Number of steps of the run. The schedule ends there, unless `config.decay_steps` is set.
-        shapes: Arrays or shapes of all parameters, in the model's own tree. Only names and shapes are read.
-        stacked: True if the parameters of the layers have an additional leading axis for the layers. Read for muon only.
-
-    Returns:
-        The optax transform. It is declared `elementwise` if it updates every element independently and there are no groups.
-        Otherwise it updates the model's own tree. The update includes the negative learning rate.
-
-    Raises:
-        ConfigError: If the optimizer does not have an argument in `args` or a dtype of a moment, or refuses a value in `args`.
-            Also if a pattern of `groups` matches no parameter.
+    It is declared `elementwise` if it updates every element independently and there are no groups. `stacked` is True if the
+    parameters of the layers have a leading axis for the layers; read for muon only.
     """
     schedule = learning_rate(config, steps)
     _check_arguments(config)
@@ -81,15 +70,8 @@ def optimizer(
 def adamw(config: OptimizerConfig, steps: int, *, decay_mask: WhereDecays) -> optax.GradientTransformation:
     """Returns AdamW (Loshchilov & Hutter, arXiv:1711.05101) with a learning rate schedule. Does not clip the gradient.
 
-    Args:
-        config: The hyperparameters. `clip_norm` is not used, because the training step clips the gradient.
-        steps: Number of steps of the run. The schedule ends there, unless `config.decay_steps` is set.
-        decay_mask: Tree of bools, or a function from the parameters to one, with the structure of the parameters. Weight decay
-            applies to the arrays where it is True.
-
-    Returns:
-        The optax transform. Its `update` takes float32 gradients and parameters, and returns the change to add to the
-        parameters: the negative learning rate is already applied. Its state has the moments in the dtypes of `config`.
+    Weight decay applies where `decay_mask` is True. The update takes float32 gradients, and the moments have the dtypes of
+    `config`.
     """
     return _adamw(config, learning_rate(config, steps), config.weight_decay, decay_mask)
 
@@ -106,7 +88,6 @@ def _adamw(config: OptimizerConfig, schedule: optax.Schedule, decay: float, mask
 def _transform(
     config: OptimizerConfig, schedule: optax.Schedule, decay: float, mask: WhereDecays, stacked: bool
 ) -> optax.GradientTransformation:
-    """Returns the optimizer with a learning rate schedule, a weight decay, and a mask of the arrays that decay."""
     if config.name == "adamw":
         return _adamw(config, schedule, decay, mask)
     constructor = _constructor(config.name)
@@ -128,7 +109,7 @@ def _constructor(name: str) -> Callable[..., Any]:
 
 
 def _check_arguments(config: OptimizerConfig) -> None:
-    """Raises ConfigError if the optimizer does not have the arguments in `args` or the dtypes of the moments."""
+    """Checks that the optimizer has the arguments in `args` and the dtypes of the moments."""
     takes = inspect.signature(_constructor(config.name)).parameters
     allowed = [name for name in takes if name not in _SET_HERE]
     for name in config.keywords:
@@ -152,8 +133,8 @@ def _matrices(params: Params) -> Mask:
 def _muon_axes(params: Params, stacked: bool) -> Tree:
     """Returns the axes of the matrices that muon orthogonalizes, and None for parameters of its Adam part.
 
-    Muon orthogonalizes the last two axes of matrices, of each expert and of each stacked layer. Embeddings, heads, routers,
-    vectors and arrays with other axes belong to the Adam part.
+    These are the last two axes of matrices, of each expert and of each stacked layer. Embeddings, heads, routers, vectors
+    and arrays with other axes belong to the Adam part.
     """
     axes = optax.contrib.MuonDimensionNumbers(-2, -1)
 
@@ -167,17 +148,10 @@ def _muon_axes(params: Params, stacked: bool) -> Tree:
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns the learning rate schedule: linear warmup, the schedule of the configuration, then a constant rate.
+    """Returns the learning rate by the number of updates before a step: linear warmup, the schedule, a constant rate.
 
-    Args:
-        config: The hyperparameters.
-        steps: Number of steps of the run. The schedule ends there, unless `config.decay_steps` is set.
-
-    Returns:
-        A function from the number of updates applied before a step (an int or an integer scalar array) to the learning rate of
-        that step. The rate rises linearly from `learning_rate` / `warmup_steps` to `learning_rate`. If `warmup_steps` is 0, it
-        starts at `learning_rate`. `cosine`, `linear` and `wsd` then fall to `learning_rate` x `final_learning_rate`.
-        `inverse-sqrt` at step s is `learning_rate` x sqrt(w / s), for w warmup steps (at least 1).
+    `steps` ends the schedule unless `decay_steps` is set. `inverse-sqrt` at step s is the peak times sqrt(w / s), for w warmup
+    steps (at least 1).
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     first = peak / max(1, warmup)  # the first step has a positive rate
@@ -198,15 +172,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def restart_schedule(opt_state: Tree) -> Tree:
-    """Resets the step count of the learning rate schedule, so that the schedule starts over.
-
-    Args:
-        opt_state: State of an optax transform, as arrays. Not changed.
-
-    Returns:
-        A copy of the tree with a count of 0 in each `optax.ScaleByScheduleState`. The moments and their count for bias
-        correction are the same arrays as in `opt_state`.
-    """
+    """Resets the count of the learning rate schedule. The moments and their count for bias correction stay."""
 
     def begin(state: Any) -> Any:
         return jax.tree.map(jnp.zeros_like, state) if isinstance(state, optax.ScaleByScheduleState) else state
@@ -215,17 +181,7 @@ def restart_schedule(opt_state: Tree) -> Tree:
 
 
 def moments_in(adam: optax.GradientTransformation, first: Any, second: Any) -> optax.GradientTransformation:
-    """Wraps Adam so that it stores its moments in other dtypes and computes in float32. Optax has this for one moment only.
-
-    Args:
-        adam: `optax.scale_by_adam` with moments in the dtype of the parameters, float32.
-        first: Dtype of the first moment in the state, for example "bfloat16".
-        second: Dtype of the second moment in the state.
-
-    Returns:
-        The transform. Its state is an `optax.ScaleByAdamState`. `update` casts gradients and moments to float32, and returns
-        float32 updates.
-    """
+    """Wraps Adam so that it stores its moments in other dtypes and computes in float32. Optax has this for one moment only."""
 
     def stored(state: optax.ScaleByAdamState) -> optax.ScaleByAdamState:
         return state._replace(mu=optax.tree.cast(state.mu, first), nu=optax.tree.cast(state.nu, second))

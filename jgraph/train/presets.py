@@ -16,18 +16,7 @@ RATES: dict[Trained, float] = {"given weights": 2e-5, "adapters": 2e-4}
 
 
 def preset(name: str, *, trains: Trained = "from scratch") -> TrainConfig:
-    """Returns a named configuration.
-
-    Args:
-        name: A key of `PRESETS`, for example "cpu-tiny".
-        trains: The trained parameters. For `given weights` and `adapters`, the learning rate is the one in `RATES`, because
-            the rate of a preset is for training from scratch.
-
-    Returns:
-        The configuration, which is immutable. Its method `changed` returns a copy with other values.
-
-    Raises:
-        ConfigError: If there is no preset of this name. The message lists the names.
+    """Returns a named configuration. Given weights and adapters get a learning rate of `RATES`.
 
     Examples:
         >>> preset("cpu-tiny").input.batch_size

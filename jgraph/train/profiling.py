@@ -37,40 +37,17 @@ _PROFILED = "xla_enable_command_buffers_during_profiling=true"
 
 
 def profiled(config: TrainConfig, platform: str) -> TrainConfig:
-    """Returns a configuration. Its compiled step uses command buffers (CUDA graphs) also while a profiler runs.
-
-    Without this configuration, XLA can skip command buffers under a profiler.
-
-    Args:
-        config: The configuration of the run. Not changed.
-        platform: The platform that the step is compiled for: `cpu` or `gpu`.
-
-    Returns:
-        A copy of `config` with an additional XLA option. `config` itself if the step has no command buffers, because the
-        platform is not `gpu` or `graph` is `off`.
-    """
+    """Returns a configuration with command buffers also while a profiler runs, where XLA can skip them."""
     if platform != "gpu" or config.compile.graph == "off":
         return config
     return config.changed(xla_options=(*config.compile.xla_options, _PROFILED))
 
 
 class Profile(Callback):
-    """Traces the steps that the flag `--profile` names, once per run, and writes a report of their kernels.
+    """Traces the steps of `--profile`, once per run, and writes a report of their kernels to `profile/`.
 
-    Replaces the directory `profile/` of the run directory. Its files are profile.html and profile.json (the report), captured/
-    (trace with command buffers, if the step has any), uncaptured/ (trace without), program.txt.gz (text of the compiled
-    program) and run.json (description of the run). Processes other than process 0 write to a temporary directory and make no
-    report.
-
-    Creating this object compiles the step without command buffers, if the step has any.
-
-    Args:
-        setup: The setup of the run. Its `profile` must not be empty.
-        step: The compiled step of the run, from a configuration that `profiled` returned.
-        batches: Takes the index of a step, from 0, and returns the batch of this step on the devices.
-        run_dir: The run directory.
-        watchdog: Watches the waits for the devices.
-        reporter: Prints the path of the report, and warnings.
+    `captured/` has the trace with command buffers, if the step has any, and `uncaptured/` the one without. Only process 0
+    reports. `batches` takes the index of a step, from 0, and returns its batch on the devices.
     """
 
     def __init__(
@@ -99,16 +76,7 @@ class Profile(Callback):
         self._uncaptured = plain.compile_step() if has_graph else step
 
     def recompiled(self, setup: TrainSetup, step: CompiledStep, done: int) -> None:
-        """Uses a new compiled step for the profile. Also compiles a version of it without command buffers, if it has any.
-
-        The first traced step is then at least step `done` + 1. If too few steps are left, prints a warning, compiles nothing
-        and makes no profile. Does nothing if the profile has been made.
-
-        Args:
-            setup: The setup of the compiled step.
-            step: The compiled step, with command buffers if the run uses them.
-            done: Number of finished steps.
-        """
+        """Traces the new step, from step `done` + 1 at the earliest. Gives up if too few steps are left."""
         if self._first is None:
             return
         self._first, needed = max(self._first, done), 2 * self._count + 2
@@ -119,32 +87,13 @@ class Profile(Callback):
             self._first = None
 
     def due(self, done: int) -> bool:
-        """Returns True if the next step is the first one to trace, so that the loop waits for the devices before it.
-
-        Args:
-            done: Number of steps dispatched so far.
-        """
         return done == self._first
 
     def instead(self, done: int, state: TrainState) -> tuple[TrainState, list[StepMetrics]] | None:
-        """Runs and traces the steps of the profile in place of the loop, and writes and prints the report.
+        """Runs and traces N steps with command buffers, 1 without to load this program, and N without. Otherwise N steps.
 
-        For `profile` FIRST:STOP, N = STOP - FIRST. If the step has command buffers, runs 2N + 1 steps: N with command buffers,
-        1 without to load this program, and N without. Otherwise runs N steps. The steps train the model like all others.
-
-        If one of the steps halts, because an expert buffer was too small, writes no report. The steps are traced again after
-        the loop has compiled a step with larger buffers. If the trace cannot be analyzed, prints a warning.
-
-        Args:
-            done: Number of finished steps.
-            state: The state after these steps. Donated if steps are run.
-
-        Returns:
-            None if step `done` + 1 is not the first one to trace. Otherwise the state after the steps, and the metrics of each
-            of them in order.
-
-        Raises:
-            ConfigError: If a file of the profile cannot be written.
+        The steps train the model like all others. If one halts, they are traced again after the loop has compiled a larger
+        step.
         """
         if done != self._first:
             return None

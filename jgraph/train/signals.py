@@ -9,13 +9,8 @@ from typing import Any, Self
 class StopRequest:
     """Records SIGTERM and SIGINT inside a `with` block, in place of ending the process.
 
-    The block replaces the signal handlers of the process and restores them at its end. A second signal is ignored if it is
-    SIGTERM, and raises KeyboardInterrupt if it is SIGINT (Ctrl-C). The `with` statement returns this object. In a thread
-    other than the main thread, the block replaces no handlers, because Python allows that only in the main thread.
-
-    Attributes:
-        name: Name of the first signal, "SIGTERM" or "SIGINT". Empty before a signal. The training loop also writes the name of
-            a signal that another process has received.
+    Only the main thread may replace signal handlers; elsewhere the block replaces none. `name` is the first signal, also one
+    that another process has received.
     """
 
     def __init__(self):

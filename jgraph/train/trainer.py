@@ -41,36 +41,13 @@ from jgraph.xla.options import known
 def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], str]], object]) -> Summary:
     """Trains a model until `config.steps`, SIGTERM or SIGINT, and saves the state at the end.
 
-    Starts from the newest checkpoint in the run directory that is not damaged. Without a checkpoint, or if `resume` is False,
-    starts from `init_from`, `continue_from` or random weights. If `resume` is False, deletes the checkpoints and metrics in the
-    directory.
+    Starts from the newest checkpoint that is not damaged, else from the initial weights. With `resume` off, replaces the run
+    in the directory. In a distributed run, all processes call it with the same configuration, except for
+    `distributed.process_id`; only process 0 prints and writes metrics, and all stop at the same step.
 
-    Locks the run directory. Writes config.json, metrics.jsonl and checkpoints/ in it, and the other files that the
-    configuration asks for. Prints a header, progress lines, warnings and the summary. After the last step, generates a sample
-    text unless `sample_tokens` is 0.
-
-    In a distributed run, every process calls this function with the same configuration, except for
-    `distributed.process_id`. Only process 0 prints and writes metrics; every process writes its shards of a checkpoint. All
-    processes stop at the same step, and all fail if one fails.
-
-    Args:
-        config: The configuration of the run.
-        console: The console to print to.
-        end: Called from another thread if the devices do not finish a program within `hang_seconds`. Its argument is a function
-            that removes the lock and returns the error message, one line. `end` must end the process, because the thread that
-            waits for a hung device cannot be interrupted.
-
-    Returns:
-        The result of the run. A run that is already finished returns its result without training.
-
-    Raises:
-        ConfigError: If a setting cannot be used: for example, another run holds the directory, there are too few devices, or
-            the batch does not fit into memory.
-        DataError: If the data cannot be read.
-        CheckpointError: If every checkpoint is damaged, a checkpoint does not fit the model, or the disk is full.
-        JgraphError: For the other errors of the model, the schedule or the compilation. The errors above derive from it too.
-        NonFiniteError: If the loss or a gradient is not finite, unless `on_nonfinite` is `skip`. The state is not saved then.
-        KeyboardInterrupt: On a second SIGINT, at once and without a checkpoint.
+    `end` is called from another thread if the devices hang. Its argument removes the lock and returns the error message. It
+    must end the process, because the thread that waits for a hung device cannot be interrupted. A second SIGINT raises
+    KeyboardInterrupt at once. After a NonFiniteError, the state is not saved.
     """
     start = time.perf_counter()
     # Checked before a backend starts, which is slow. Platform "gpu", so that a CPU rejects the same options.
@@ -134,23 +111,14 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
 
 @dataclass
 class _Run:
-    """A run with a checked configuration.
+    """A run with a checked configuration."""
 
-    Attributes:
-        config: The configuration of the run, as config.json stores it.
-        setup: The setup of the run. Its configuration may have a larger expert capacity or other XLA options.
-        corpus: The data.
-        weights: The initial weights; None if they are random.
-        run_dir: The locked run directory.
-        reporter: Prints lines, warnings and the summary.
-        watchdog: Watches the devices.
-        stop: The stop signal of this process.
-        started: Prints the time until the first step has finished.
-    """
-
+    # as config.json stores it
     config: TrainConfig
+    # its configuration may have a larger expert capacity or other XLA options
     setup: TrainSetup
     corpus: Corpus
+    # None if they are random
     weights: InitialWeights | None
     run_dir: RunDir
     reporter: Reporter
@@ -220,7 +188,7 @@ class _Run:
         return step
 
     def _write(self, *, is_new: bool) -> None:
-        """Writes config.json, and for a new run the files of its initial weights. `is_new` is False if the run resumes."""
+        """Writes config.json, and for a new run the files of its initial weights."""
         config, corpus = self.config, self.corpus
         if not config.output.resume:
             self.run_dir.reset()
@@ -244,7 +212,6 @@ class _Run:
     def _loop(
         self, done: int, state: TrainState, step: CompiledStep, batches: Batches, checkpoints: Checkpoints
     ) -> tuple[int, TrainState]:
-        """Runs the loop with its callbacks."""
         setup, reporter, watchdog, run_dir = self.setup, self.reporter, self.watchdog, self.run_dir
         monitor, place, ahead = setup.config.monitor, setup.step.place, Ahead(batches)
         trained_tokens = batches.trained_tokens if setup.config.input.data_format == "chat" else None
@@ -326,7 +293,6 @@ def _enable_cache(setting: str) -> str:
 
 
 def _devices(setup: TrainSetup) -> str:
-    """Returns the number and kind of the devices, and the number of processes."""
     count, kind, processes = setup.step.num_devices, jax.devices()[0].device_kind, jax.process_count()
     return f"{count} {kind} device{'s' * (count > 1)}{f' of {processes} processes' if processes > 1 else ''}"
 
@@ -354,7 +320,7 @@ def _memory_errors(batch: InputConfig, run_dir: RunDir) -> Iterator[None]:
 
 
 def _check_memory(batch: InputConfig, needed: int, name: str) -> None:
-    """Raises ConfigError if arrays that grow with the batch need more bytes than this machine has. `name` is their name."""
+    """Checks that arrays that grow with the batch fit into the memory of this machine."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > available:
         raise _too_large(
@@ -370,22 +336,16 @@ def _too_large(batch: InputConfig, must: str, advice: str = "") -> ConfigError:
 def _start(
     setup: TrainSetup, init: Callable[[], TrainState], checkpoints: Checkpoints, shapes: TrainState
 ) -> tuple[int, TrainState]:
-    """Returns the number of steps done and the state after them.
+    """Restores the newest checkpoint, or makes the initial state. Returns the number of steps done too.
 
-    Restores the newest checkpoint, or makes the initial state. A separate function, so that the restored arrays are freed.
+    A separate function, so that the restored arrays are freed.
     """
     saved = checkpoints.restore_latest(shapes)
     return (0, init()) if saved is None else (saved[0], setup.step.canonical.back(saved[1]))
 
 
 def _check_processes_agree(config: TrainConfig, fingerprint: str, source_step: int | None) -> None:
-    """Raises ConfigError if a process has another configuration or other data than process 0.
-
-    Args:
-        config: The configuration of the run.
-        fingerprint: The fingerprint of the data.
-        source_step: Step of the run with the initial weights, which may still be training.
-    """
+    """Checks that all processes have the configuration and data of process 0, and the same source of weights."""
     fields = config.to_dict() | {"distributed": None, "corpus": fingerprint, "from": source_step}
     sums = all_gather_scalar(zlib.crc32(json.dumps(fields).encode()) >> 1)  # 31 bits, for an int32
     differing = [process for process, total in enumerate(sums) if total != sums[0]]

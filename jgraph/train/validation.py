@@ -31,48 +31,18 @@ _TEMPERATURE = 0.8
 def loss(setup: TrainSetup, state: TrainState, batch: Tree) -> Array:
     """Computes the mean next-token loss of a state in evaluation mode: without dropout and with running statistics.
 
-    Can be traced by `jax.jit`. Changes and donates nothing.
-
-    Args:
-        setup: The setup of the run.
-        state: The state, with parameters in the layout that the training step returns.
-        batch: int32 tokens [B, T + 1], with B rows and T predicted tokens per row. With `data_documents` `separate`, a dict
-            with the keys "tokens" (the same), "starts" (int32 [B, T]: position in its row of the first token of the same
-            document) and "weights" (float32 [B, T]: loss weight of each prediction).
-
-    Returns:
-        The loss in nats per token, a floating scalar.
+    `batch` is as in `batch_shapes`. The loss is in nats per token.
     """
     return setup.model.evaluate("loss", setup.step.bound.layout.unpack(state.params), state.carried, batch)
 
 
 def logits(setup: TrainSetup, state: TrainState, tokens_BT: Array) -> Array:
-    """Computes the logits of a state in evaluation mode: without dropout and with running statistics.
-
-    Can be traced by `jax.jit`. Changes and donates nothing.
-
-    Args:
-        setup: The setup of the run. Its model class needs a method `logits(tokens_BT)`.
-        state: The state, with parameters in the layout that the training step returns.
-        tokens_BT: int32 token ids [B, T], with B rows of T tokens.
-
-    Returns:
-        Logits of the token after each position, [B, T, V], exactly as the method `logits` of the model returns them. For the
-        models of `jgraph_models`, V is `vocab_size` and the dtype is float32.
-    """
+    """Computes the logits [B, T, V] of a state in evaluation mode, as the method `logits` of the model returns them."""
     return setup.model.evaluate("logits", setup.step.bound.layout.unpack(state.params), state.carried, tokens_BT)
 
 
 def flops_per_step(setup: TrainSetup) -> float:
-    """Returns the number of floating-point operations of a training step, summed over all devices. Runs nothing on a device.
-
-    Args:
-        setup: The setup of the run.
-
-    Returns:
-        The result of `flops(batch_size, seq_len)` of the model settings, if they have this method. Otherwise three times the
-        FLOPs of the matmuls in the forward loss, which is traced for that.
-    """
+    """Returns the FLOPs of a step over all devices: by the model settings, or three times those of the matmuls in the loss."""
     batch = setup.config.input
     if (count := setup.config.hooks.flops) is not None:
         return count(setup.config.model, batch.batch_size, batch.seq_len)
@@ -80,29 +50,14 @@ def flops_per_step(setup: TrainSetup) -> float:
 
 
 def check_loss(setup: TrainSetup) -> None:
-    """Traces the loss of the model in evaluation mode on one microbatch. Runs nothing on a device.
-
-    Args:
-        setup: The setup of the run.
-
-    Raises:
-        ConfigError: If the model's method `loss` fails, or its result is not a floating scalar.
-    """
+    """Traces the loss of the model in evaluation mode on one microbatch. Runs nothing on a device."""
     batch = setup.config.input
     argument = "tokens_BS" if batch.data_documents == "joined" else "{'tokens', 'starts', 'weights'}"
     _trace(setup, loss, f"have loss({argument}), a floating scalar", batch_shapes(batch, batch.microbatch_size), ())
 
 
 def sampling_problem(setup: TrainSetup) -> str:
-    """Checks that a model can generate text, by tracing its method `logits` in evaluation mode. Runs nothing on a device.
-
-    Args:
-        setup: The setup of the run.
-
-    Returns:
-        An empty string if `logits` returns floating values [1, T, V] for int32 tokens [1, T], with T = `seq_len` and any V.
-        Otherwise the error message.
-    """
+    """Traces the method `logits` of the model. Returns why it cannot generate text, or an empty string."""
     length = setup.config.input.seq_len
     try:
         tokens_BT = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -124,16 +79,9 @@ def _trace(setup: TrainSetup, function: Callable[..., Array], must: str, batch: 
 
 
 def place_whole(setup: TrainSetup, batch: Tree) -> Tree:
-    """Shards the rows of an evaluation batch over the data ranks, the devices that process different rows of a batch.
+    """Shards the rows of an evaluation batch, the same on every process, over the data ranks.
 
-    Args:
-        setup: The setup of the run.
-        batch: Tree of numpy arrays [B, ...], with the same B rows on every process.
-
-    Returns:
-        A tree like `batch` of JAX arrays [B, ...] with the first axis sharded over `dp` x `fsdp` devices. If the step has no
-        mesh, or `dp` x `fsdp` does not divide B, the leaves are the numpy arrays of `batch`. A jitted function then replicates
-        them.
+    Rows that the data ranks cannot share stay numpy arrays, which a jitted function replicates.
     """
     mesh = setup.step.mesh
 
@@ -147,23 +95,7 @@ def place_whole(setup: TrainSetup, batch: Tree) -> Tree:
 
 
 def heldout(config: TrainConfig, corpus: Corpus) -> list[Batch]:
-    """Reads the held-out batches of an evaluation into memory. The same text is selected on every call.
-
-    Args:
-        config: The configuration of the run.
-        corpus: The data. A held-out text with more tokens than the batches is sampled evenly.
-
-    Returns:
-        From 1 to `eval_batches` x `num_microbatches` batches. Each is an int32 numpy array of tokens [B, T + 1] with T =
-        `seq_len`. B is the number of rows of a microbatch, or of the whole text if that has fewer. With `data_documents`
-        `separate`, each is a dict with the keys "tokens" (the same), "starts" (int32 [B, T]: position in its row of the first
-        token of the same document) and "weights" (float32 [B, T]: loss weight of each prediction, with a mean of 1 over all
-        batches).
-
-    Raises:
-        DataError: If the held-out text is shorter than `seq_len` + 1 tokens, or documents are `separate` and the data has no
-            document boundaries.
-    """
+    """Reads the held-out batches of an evaluation into memory. A long held-out text is sampled evenly, always alike."""
     return heldout_batches(
         corpus.heldout_sources,
         batch_size=config.input.microbatch_size,
@@ -174,18 +106,9 @@ def heldout(config: TrainConfig, corpus: Corpus) -> list[Batch]:
 
 
 def evaluator(setup: TrainSetup, batches: list[Batch], watchdog: Watchdog) -> Callable[[TrainState], float]:
-    """Returns a function that evaluates a state on the same batches at every call.
+    """Returns a function that computes the mean loss of a state over all batches, in nats per token. Collective.
 
-    Args:
-        setup: The setup of the run.
-        batches: The batches, as `heldout` returns them: numpy arrays or dicts of them, the same on every process and all of the
-            same shape.
-        watchdog: Watches the waits for the devices. Compilation is not watched.
-
-    Returns:
-        A function that takes a state, in the layout that the training step returns, and returns the mean loss over all batches
-        in nats per token, a float. It waits for the devices and does not donate the state. The first call compiles the program
-        for states of this shape. Collective: every process must call the function.
+    All batches have the same shape. The first call compiles the program. The state is not donated.
     """
     jitted, compiled = jax.jit(partial(loss, setup)), None
 
@@ -206,14 +129,9 @@ def evaluator(setup: TrainSetup, batches: list[Batch], watchdog: Watchdog) -> Ca
 
 
 def decoder(setup: TrainSetup) -> Decoder:
-    """Returns a decoder that generates text from a training state, on all devices of the step. Compiles nothing.
+    """Returns a decoder that reads a `TrainState` in place of the parameters, on all devices of the step.
 
-    Args:
-        setup: The setup of the run.
-
-    Returns:
-        The `cached_decoder()` of the model, with a KV cache. If the model has none, a decoder that recomputes the logits of the
-        whole window for each token. Pass the decoder to `jgraph.generate`, with the `TrainState` in place of the parameters.
+    Without a `cached_decoder()` of the model, the logits of the whole window are computed again for each token.
     """
     cached = setup.model.decoder
     if cached is None:
@@ -239,19 +157,9 @@ def _state(params: Params) -> TrainState:
 
 
 def sample(setup: TrainSetup, state: TrainState, corpus: Corpus) -> tuple[str, str]:
-    """Generates the sample text at the end of a run. Compiles and runs the programs for it. Prints and writes nothing.
+    """Generates the sample text at the end of a run. Returns the prompt and its continuation, as texts. Collective.
 
-    The prompt is the first 64 held-out tokens, or `seq_len` if that is less. For chat data, it is the first held-out
-    conversation up to the first turn of the assistant. Samples at temperature 0.8, with the seed of the run. Collective: every
-    process must call this function.
-
-    Args:
-        setup: The setup of the run. `sample_tokens` of its configuration must be positive.
-        state: The final state, in the layout that the training step returns. Not donated.
-        corpus: The data, which also converts tokens to text.
-
-    Returns:
-        The prompt, and a continuation of `sample_tokens` tokens without the prompt, both as text.
+    The prompt is the first held-out tokens, or for chat data the first conversation up to the first turn of the assistant.
     """
     length = setup.config.input.seq_len
     packed = corpus.heldout_sources[0].packed

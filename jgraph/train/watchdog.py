@@ -21,31 +21,18 @@ _TICKS = 20  # at least this many ticks per time limit
 
 
 class Wait(NamedTuple):
-    """A wait for the devices.
+    """A wait for the devices."""
 
-    Attributes:
-        about: Returns a name of the program that is waited for, such as "step 12", for the error message. Called only if the
-            wait takes too long.
-        program: The compiled program, with a method `as_text()`. `hang_message` lists its collectives. None if it is
-            unknown.
-    """
-
+    # Names the program for the error message, such as "step 12". Called only if the wait takes too long.
     about: Callable[[], str]
+    # The compiled program, with a method `as_text()`; None if it is unknown.
     program: Any
 
 
 class Watchdog:
-    """Calls a function from another thread if one wait for the devices takes too long.
+    """Calls `hung` once from another thread if one wait for the devices takes longer than `seconds` (0: never).
 
-    A context manager: it watches inside its `with` block. The time of each wait is compared with the limit on its own; the
-    times of several waits are not added. Time during which the process is suspended does not count.
-
-    The methods `over` and `wait` mark the waits. Only these are watched.
-
-    Args:
-        seconds: The time limit of one wait; 0 for none.
-        hung: Called at most once, from the thread of the watchdog, with the wait that took too long. That wait may never end,
-            so this function should end the process. Its result is ignored.
+    That wait may never end, so `hung` should end the process. Only waits marked by `over` and `wait` are watched.
     """
 
     def __init__(self, seconds: float, hung: Callable[[Wait], object]):
@@ -63,14 +50,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def over(self, about: Callable[[], str], program: Any = None) -> Iterator[None]:
-        """Watches a `with` block that dispatches a program or waits for one. Blocks must not be nested.
-
-        Args:
-            about: Returns a name of the program, such as "step 12", for the error message. Called only if the block takes too
-                long.
-            program: The compiled program, with a method `as_text()`. `hang_message` lists its collectives. None if it is
-                unknown.
-        """
+        """Watches a `with` block that dispatches a program or waits for one. Blocks must not be nested."""
         self._wait = Wait(about, program)
         try:
             yield
@@ -78,18 +58,7 @@ class Watchdog:
             self._wait = None
 
     def wait(self, about: Callable[[], str], arrays: T, program: Any = None) -> T:
-        """Waits for arrays one by one. The time limit applies to the wait for each array.
-
-        Args:
-            about: Returns a name of the program that computes the arrays, such as "step 12", for the error message. Called only
-                if a wait takes too long.
-            arrays: A tree of arrays.
-            program: The compiled program, with a method `as_text()`. `hang_message` lists its collectives. None if it is
-                unknown.
-
-        Returns:
-            `arrays` itself, still on the devices.
-        """
+        """Waits for arrays one by one, each with the whole time limit, and returns them."""
         for leaf in jax.tree.leaves(arrays):
             with self.over(about, program):
                 jax.block_until_ready(leaf)
@@ -107,16 +76,7 @@ class Watchdog:
 
 
 def hang_message(wait: Wait, config: TrainConfig, run_dir: RunDir) -> str:
-    """Returns the error message for devices that hang: the unfinished program, its collectives, and how to resume.
-
-    Args:
-        wait: The wait that took too long. Its `about` is called.
-        config: The configuration of the run.
-        run_dir: The run directory. Read to name the newest checkpoint.
-
-    Returns:
-        The message, one line without a line break. Does not print it.
-    """
+    """Returns one line about devices that hang: the unfinished program, its collectives, and how to resume."""
     suspects, captured = "", False
     with contextlib.suppress(Exception):  # the text of the program may be unavailable
         suspects, captured = _suspects(wait.program)
@@ -133,7 +93,7 @@ def hang_message(wait: Wait, config: TrainConfig, run_dir: RunDir) -> str:
 
 
 def _suspects(program: Any) -> tuple[str, bool]:
-    """Describes the collectives of a compiled program for the error message. Also returns True if they are captured."""
+    """Describes the collectives of a compiled program. Also returns True if they are captured."""
     found = HloModule(program.as_text()).collectives if program else {}
     if not found:
         return "", False
