@@ -8,7 +8,8 @@ from pathlib import Path
 
 from benchmarks.rows import Row, verdict
 from jgraph.errors import JgraphError
-from jgraph.train.config import TrainConfig, flatten
+from jgraph.settings import flatten
+from jgraph.train.config import TrainConfig
 
 _EXPECTED = "expected JSON as `python -m benchmarks run NAME` writes it to benchmarks/results"
 _SETTINGS = ("options", "config", "size", "ranks", "xla_options")

@@ -1,4 +1,4 @@
-"""Fields of configurations: their rules for a run that resumes, and the check of one field."""
+"""Fields of configurations: their rules for a run that resumes, the check of one field, and dicts with dotted names."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -43,3 +43,17 @@ def resume_rules(config: Any, *, inline: Collection[str] = (), prefix: str = "")
 def check_field(config: object, name: str, condition: bool, allowed: str) -> None:
     """Raises ConfigError if `condition` is false for a field. The name may have a prefix, such as `optimizer.`."""
     require(condition, name, getattr(config, name.rpartition(".")[2]), allowed)
+
+
+def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens nested dicts to one dict with dotted names, such as `optimizer.beta1`. An empty dict leaves no entry."""
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def differing(fields: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields, by dotted name, that are missing in `base` or have another value there."""
+    flat, base = flatten(fields), flatten(base)
+    return {name: value for name, value in flat.items() if name not in base or base[name] != value}

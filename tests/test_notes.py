@@ -11,7 +11,7 @@ import pytest
 
 import jgraph
 from jgraph.cli import flag
-from jgraph.train.config import flatten
+from jgraph.settings import flatten
 from jgraph.train.presets import preset
 
 ROOT = Path(__file__).parents[1]

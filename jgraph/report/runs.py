@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jgraph.errors import ConfigError
-from jgraph.train.config import flatten
+from jgraph.settings import flatten
 from jgraph.train.metrics import read_metrics
 from jgraph.train.rundir import RunDir
 

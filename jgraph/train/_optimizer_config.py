@@ -114,7 +114,7 @@ class OptimizerConfig:
     def __post_init__(self):
         unset = {name: value for name, value in self.unset.items() if getattr(self, name) == value}
         unset |= {name: value for name, value in _DEFAULTS.items() if getattr(self, name) is None}
-        self._replace(unset)
+        self._set_unset(unset)
         check_types(self, prefix="optimizer.")
         check_choice("optimizer.name", self.name, OPTIMIZERS)
         require_positive(self, "learning_rate clip_norm", prefix="optimizer.")
@@ -123,7 +123,7 @@ class OptimizerConfig:
         self._check_schedule()
         _ = self.keywords, self.parameter_groups
 
-    def _replace(self, unset: Mapping[str, float]) -> None:
+    def _set_unset(self, unset: Mapping[str, float]) -> None:
         for name, value in (*unset.items(), ("unset", unset)):
             object.__setattr__(self, name, value)
 
@@ -132,7 +132,7 @@ class OptimizerConfig:
         for name in _HYPERPARAMETERS:
             default = getattr(OPTIMIZERS[self.name], name)
             if name in unset and self.name != "adamw":
-                self._replace({**self.unset, name: default or 0.0})
+                self._set_unset({**self.unset, name: default or 0.0})
             allowed = f"left out with `optimizer.name` {self.name}, which has no {name}"
             check_field(self, f"optimizer.{name}", default is not None or getattr(self, name) == 0, allowed)
 

@@ -47,9 +47,12 @@ class GradientChecks(Callback):
 
     def __init__(self, setup: TrainSetup, checkpoints: Checkpoints, reporter: Reporter, skipped: int):
         self.skipped = skipped
-        self._monitor, self._is_delayed = setup.config.monitor, setup.config.is_delayed
-        self._checkpoints, self._reporter = checkpoints, reporter
-        self._names, self._warned = sorted(setup.step.bound.layout.trained.params), set[str]()
+        self._monitor = setup.config.monitor
+        self._is_delayed = setup.config.is_delayed
+        self._checkpoints = checkpoints
+        self._reporter = reporter
+        self._names = sorted(setup.step.bound.layout.trained.params)
+        self._warned = set[str]()
 
     def finished(self, steps: Sequence[Numbered]) -> None:
         """Checks the metrics of finished steps. Waits for the checkpoint that is being written before it raises."""
@@ -118,11 +121,17 @@ class Metrics(Callback):
         trained_tokens: Callable[[range], int] | None = None,
     ):
         self._monitor: MonitorConfig = setup.config.monitor
-        self._log, self._reporter, self._clock, self._checks, self._evaluate = log, reporter, clock, checks, evaluate
+        self._log = log
+        self._reporter = reporter
+        self._clock = clock
+        self._checks = checks
+        self._evaluate = evaluate
         self._trained_tokens = trained_tokens
-        self._steps, self._tokens = setup.config.steps, setup.config.input.tokens_per_step
+        self._steps = setup.config.steps
+        self._tokens = setup.config.input.tokens_per_step
         self._learning_rate = jax.jit(learning_rate(setup.config.optimizer, self._steps))
-        self._device, self._warned = jax.local_devices()[0], set[str]()
+        self._device = jax.local_devices()[0]
+        self._warned = set[str]()
         self._flops = flops_per_step(setup)
         self._peak_flops = (peak_flops(self._device.device_kind) or 0) * setup.step.num_devices
 
@@ -145,7 +154,8 @@ class Metrics(Callback):
         """
         if metrics is None:
             return
-        seconds, checks = self._clock.lap(), self._checks
+        seconds = self._clock.lap()
+        checks = self._checks
         # Skipped updates do not advance the learning rate schedule. The update of this step may have been skipped.
         updates = done - 1 - checks.skipped + bool(checks.problem(metrics))
         entry: dict[str, Any] = {
@@ -175,7 +185,7 @@ class Metrics(Callback):
         for layer, experts in statistics.dead_experts(state.carried).items():
             if layer not in self._warned:
                 self._warned.add(layer)
-                listed = f"{', '.join(map(str, experts[:8]))}{', ...' * (len(experts) > 8)}"
+                listed = f"{', '.join(map(str, experts[:8]))}{', ...' if len(experts) > 8 else ''}"
                 advice = "try a larger `model.moe.balance_loss`"
                 self._reporter.warn(f"step {done}: experts {listed} of {layer} got no token for 100 steps; {advice}")
 
@@ -184,8 +194,11 @@ class SaveCheckpoints(Callback):
     """Saves the state at each multiple of `checkpoint_every` steps and at the end of the loop."""
 
     def __init__(self, setup: TrainSetup, checkpoints: Checkpoints, watchdog: Watchdog, done: int):
-        self._layout, self._every = setup.step.canonical, setup.config.output.checkpoint_every
-        self._checkpoints, self._watchdog, self._saved = checkpoints, watchdog, done
+        self._layout = setup.step.canonical
+        self._every = setup.config.output.checkpoint_every
+        self._checkpoints = checkpoints
+        self._watchdog = watchdog
+        self._saved = done
 
     def due(self, done: int) -> bool:
         """Returns True if a multiple of `checkpoint_every` lies after the last saved step, at most at `done`.

@@ -44,7 +44,8 @@ def happened(steps: Sequence[Numbered]) -> tuple[list[Numbered], Halt | None]:
 
 def grown(config: TrainConfig, halt: Halt) -> tuple[TrainConfig, str]:
     """Increases `model.moe.capacity` until the rows of a halted step fit. Also returns a line about the change."""
-    moe, devices = config.hooks.moe or Experts(), config.parallel.ep
+    moe = config.hooks.moe or Experts()
+    devices = config.parallel.ep
     ranks = config.parallel.data_ranks * config.parallel.cp
     tokens = config.input.tokens_per_step // (config.input.num_microbatches * ranks)
     rows = tokens * moe.experts_per_token  # per device, layer and microbatch

@@ -79,7 +79,10 @@ class TrainConfig:
 
     def _check_batch(self) -> None:
         """Checks that the sequences of a microbatch can be divided between the data ranks."""
-        batch, dp, fsdp, rows = self.input, self.parallel.dp, self.parallel.fsdp, self.input.microbatch_size
+        batch = self.input
+        dp = self.parallel.dp
+        fsdp = self.parallel.fsdp
+        rows = self.input.microbatch_size
         sizes = f"`batch_size` {batch.batch_size}, `num_microbatches` {batch.num_microbatches}"
         require(rows % dp == 0, "dp", dp, f"a divisor of the {rows} sequences of a microbatch ({sizes})")
         divisible = f"such that `dp` {dp} x `fsdp` divides the {rows} sequences of a microbatch ({sizes})"
@@ -92,7 +95,9 @@ class TrainConfig:
 
     def _check_experts(self) -> None:
         """Checks that the experts of the model can be sharded over `ep` devices."""
-        ep, shards, moe = self.parallel.ep, self.parallel.shards, self.hooks.moe
+        ep = self.parallel.ep
+        shards = self.parallel.shards
+        moe = self.hooks.moe
         if ep == 1 or moe is None:
             return
         experts = moe.num_experts
@@ -131,7 +136,9 @@ class TrainConfig:
         if self.pipeline.pp_engine == "dispatch":
             # The balance loss needs all tokens of a microbatch, and a dispatched executable has only those of its device.
             has_experts = self.hooks.moe is not None and self.hooks.moe.num_experts > 0
-            fsdp, dp, profile = self.parallel.fsdp, self.parallel.dp, self.monitor.profile
+            fsdp = self.parallel.fsdp
+            dp = self.parallel.dp
+            profile = self.monitor.profile
             for name, size in (("fsdp", fsdp), ("cp", self.parallel.cp), ("tp", self.parallel.tp)):
                 require(size == 1, "pp_engine", "dispatch", f"program with `{name}` {size}")
             require(not profile, "pp_engine", "dispatch", f"program with `profile` {profile}")
@@ -145,7 +152,8 @@ class TrainConfig:
     @property
     def data_options(self) -> dict[str, Any]:
         """Keyword arguments of `jgraph.data.load`, except the data, the tokenizer and the chat template."""
-        batch, vocab_size = self.input, self.hooks.vocab_size or None
+        batch = self.input
+        vocab_size = self.hooks.vocab_size or None
         options = {"field": batch.data_field, "documents": batch.data_documents}
         options |= {"format": batch.data_format, "truncate": batch.data_truncate}
         return options | {"seq_len": batch.seq_len, "vocab_size": vocab_size}
@@ -208,7 +216,8 @@ class TrainConfig:
             fields = _with_tuples(fields)
             require(is_class_name(fields["module"]), "module", repr(fields["module"]), "package.module:Class")
             check_import(fields["module"], module)
-            kind, model = settings_of(fields["module"]), fields.pop("model")
+            kind = settings_of(fields["module"])
+            model = fields.pop("model")
             model = None if kind is None else settings_from(kind, model)
             parts: dict[str, Any] = {"optimizer": OptimizerConfig(**_with_tuples(fields.pop("optimizer")))}
             parts["distributed"] = DistributedConfig(**fields.pop("distributed"))
@@ -247,11 +256,3 @@ def _by_component(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dic
 
 def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-
-
-def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested dicts to one dict with dotted names, such as `optimizer.beta1`. An empty dict leaves no entry."""
-    flat: dict[str, Any] = {}
-    for name, value in fields.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat

@@ -10,7 +10,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jgraph.data import Corpus
 from jgraph.data._rows import describe
-from jgraph.train.config import TrainConfig, flatten
+from jgraph.settings import differing
+from jgraph.train.config import TrainConfig
 from jgraph.train.model import is_built_in
 from jgraph.train.presets import PRESETS
 
@@ -44,7 +45,8 @@ class Reporter:
     """Prints the header, progress, warnings and summary of a run. A terminal has a live line inside the `with` block."""
 
     def __init__(self, console: Console, steps: int):
-        self._console, self._steps = console, steps
+        self._console = console
+        self._steps = steps
         self._live = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=10),
@@ -80,9 +82,10 @@ class Reporter:
 
     def begins(self, config: TrainConfig, *, parameters: int, trained: int, corpus: Corpus, devices: str) -> None:
         """Prints the run header: model, data, batch, learning rate, and every setting that is not a default."""
-        batch, optimizer = config.input, config.optimizer
+        batch = config.input
+        optimizer = config.optimizer
         sizes, changed = map(_settings, _changed_settings(config))
-        count = f"{parameters:,} parameters" + f", {trained:,} of them trained" * (trained < parameters)
+        count = f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else "")
         slices = f" in {batch.num_microbatches} microbatches" if batch.num_microbatches > 1 else ""
         warmup = f" after {optimizer.warmup_steps} warmup steps" if optimizer.warmup_steps else ""
         name = {"adamw": "AdamW"}.get(optimizer.name, optimizer.name)
@@ -104,7 +107,8 @@ class Reporter:
 
     def summary(self, summary: Summary, config: TrainConfig) -> None:
         """Prints the result of a run, its sample text, and the command that generates more text."""
-        seconds, zlib = summary.seconds, summary.zlib_nats_per_token
+        seconds = summary.seconds
+        zlib = summary.zlib_nats_per_token
         rate = f", {summary.tokens / seconds:,.0f} tokens/s" if seconds else ""
         rows = {
             "status": f"{summary.outcome} at step {summary.steps}/{self._steps}",
@@ -162,15 +166,10 @@ def _changed_settings(config: TrainConfig) -> tuple[dict[str, Any], dict[str, An
     defaults: dict[str, Any] = {}
     with contextlib.suppress(TypeError):  # some settings have no default
         defaults = {} if model is None else asdict(type(model)())
-    sizes = {} if model is None else _differing(asdict(model), defaults)
+    sizes = {} if model is None else differing(asdict(model), defaults)
     unset = {f"optimizer.{name}" for name in config.optimizer.unset}
-    changed = _differing(config.to_dict(), base.to_dict())
+    changed = differing(config.to_dict(), base.to_dict())
     return sizes, {name: value for name, value in changed.items() if name not in unset}
-
-
-def _differing(fields: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    flat, base = flatten(fields), flatten(base)
-    return {name: value for name, value in flat.items() if name not in base or base[name] != value}
 
 
 def _settings(fields: dict[str, Any]) -> str:

@@ -79,7 +79,8 @@ def evaluate(
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
     """Returns the settings of a run that its evaluation uses. FP8 is not one of them, but a model for FP8 is."""
-    fields, model = config.to_dict(), config.model
+    fields = config.to_dict()
+    model = config.model
     if config.is_fp8:
         model = config.hooks.in_fp8(model)
     return {name: fields[name] for name in _SETTINGS.split()} | {"lora": config.lora, "model": model}
@@ -98,7 +99,8 @@ def _evaluated(model: Source, fields: dict[str, Any], overrides: dict[str, Any])
         must = f"directories of token files, because {model.about} has no tokenizer for text"
         raise DataError(f"`data` is {' '.join(config.input.data)}: must be {must}")
     corpus = load(config.input.data, tokenizer=model.tokenizer, **config.data_options)
-    setup, batches = TrainSetup.of(config), heldout(config, corpus)
+    setup = TrainSetup.of(config)
+    batches = heldout(config, corpus)
     rows = [batch["tokens"] if isinstance(batch, dict) else batch for batch in batches]
     counted: Sequence[Iterable[np.ndarray]] = rows
     if config.input.data_format == "chat":
@@ -129,7 +131,8 @@ def _trained(row_S: np.ndarray, weights_T: np.ndarray) -> np.ndarray:
 
 def _bytes(corpus: Corpus, batches: Sequence[Iterable[np.ndarray]]) -> int | None:
     """Returns the bytes of the predicted tokens, which are all tokens of a row except the first; None for ids without text."""
-    rows, tokenizer = [row.tolist() for batch in batches for row in batch], corpus.tokenizer
+    rows = [row.tolist() for batch in batches for row in batch]
+    tokenizer = corpus.tokenizer
     if corpus.train.dtype == np.uint8:
         return sum(len(row) - 1 for row in rows)
     if tokenizer.name == "numbers":

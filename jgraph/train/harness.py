@@ -66,7 +66,9 @@ class _LoadedLM:
 
     def __init__(self, loaded: Loaded, batch_size: int, max_length: int):
         super().__init__()
-        self._loaded, self.batch_size, self.max_length = loaded, batch_size, max_length
+        self._loaded = loaded
+        self.batch_size = batch_size
+        self.max_length = max_length
         tokenizer = loaded.tokenizer
         tokenizer.encode("")  # an error without a tokenizer
         # A tokenizer without an end-of-text token separates documents by a newline, as in training.
@@ -86,7 +88,8 @@ class _LoadedLM:
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         # lm-eval moves a context of white space to the continuation.
-        loaded, start = self._loaded, [self.prefix_token_id]
+        loaded = self._loaded
+        start = [self.prefix_token_id]
         pairs = [(context or start, continuation) for _, context, continuation in requests]
         steps = scores(
             loaded.model,
@@ -104,7 +107,9 @@ class _LoadedLM:
         return [found[index] for index in range(len(pairs))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        utils, windows, owners = library("lm_eval.utils"), [], []
+        utils = library("lm_eval.utils")
+        windows = []
+        owners = []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
             found = utils.get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
@@ -137,11 +142,13 @@ class _LoadedLM:
             yield from zip(batch, self._texts([rows[index] for index in batch], settings, seed), strict=True)
 
     def _texts(self, rows: list[list[int]], settings: dict[str, Any], seed: int) -> list[str]:
-        unknown, new = sorted(settings.keys() - _GENERATION), settings["max_gen_toks"]
+        unknown = sorted(settings.keys() - _GENERATION)
+        new = settings["max_gen_toks"]
         require(not unknown, "generation_kwargs", ", ".join(unknown), f"some of {', '.join(sorted(_GENERATION))}")
         kept = self.max_length - new
         require(kept > 0, "max_gen_toks", new, f"less than {self.max_length}, the maximum length of the model")
-        loaded, count = self._loaded, len(rows)
+        loaded = self._loaded
+        count = len(rows)
         # All batches have the same number of rows, so that they share programs.
         rows = [row[-kept:] for row in rows] + [[self.prefix_token_id]] * (self.batch_size - len(rows))
         choices: dict[str, Any] = {"temperature": settings.get("temperature", 0.0) if settings["do_sample"] else 0.0}
@@ -150,7 +157,8 @@ class _LoadedLM:
         # Decoded without the context, as in lm-eval.
         until = [text for text in settings["until"] if text]
         decode = partial(loaded.tokenizer.decode, special=False)
-        texts, found = [TextStream(decode, (), until) for _ in range(count)], [""] * count
+        texts = [TextStream(decode, (), until) for _ in range(count)]
+        found = [""] * count
         steps = stream(loaded.model, loaded.params, rows, stop=loaded.tokenizer.ends, **choices)
         for number, piece in pieces((tokens_B[:count] for tokens_B in steps), texts):
             found[number] += piece
@@ -210,7 +218,8 @@ def _resolved(tasks: Sequence[str]) -> tuple[Any, list[str]]:
     folders = [name for name in tasks if Path(name).is_dir()]
     named = [name for name in tasks if not Path(name).exists()]
     # The index of the tasks of lm-eval takes seconds.
-    manager, specs = make(include_path=folders, include_defaults=bool(named)), []
+    manager = make(include_path=folders, include_defaults=bool(named))
+    specs = []
     for name in tasks:
         if name in folders:
             inside = make(include_path=name, include_defaults=False).all_subtasks

@@ -101,7 +101,8 @@ def config_of_run(continue_from: str, run_dir: str, *, module: str = "") -> Trai
 def check_alike(here: Any, there: Any, as_it: str, prefix: str = "model.") -> None:
     """Checks that the model settings `here` of a run equal those of its initial weights, except for `_FREE`."""
     for field in dataclasses.fields(here) if here is not None else ():
-        name, (value, expected) = f"{prefix}{field.name}", (getattr(settings, field.name) for settings in (here, there))
+        name = f"{prefix}{field.name}"
+        value, expected = (getattr(settings, field.name) for settings in (here, there))
         if dataclasses.is_dataclass(value) and type(value) is type(expected):
             check_alike(value, expected, as_it, f"{name}.")
         elif name not in _FREE:
@@ -126,7 +127,9 @@ def tokenizer_warning(config: TrainConfig) -> str:
         return ""
     name, path = ("init_from", config.initial.init_from) if config.initial.init_from else ("continue_from", source.parent)
     data = config.input.data
-    own, beside, shown = vocabulary(source), tokenizer_beside(data), " ".join(data)
+    own = vocabulary(source)
+    beside = tokenizer_beside(data)
+    shown = " ".join(data)
     # A run without a tokenizer was trained on bytes if its vocabulary has at most 256 tokens.
     reads_bytes = not config.initial.init_from and config.hooks.vocab_size <= 256
     if own is None and not reads_bytes and is_text(data):
@@ -142,7 +145,9 @@ def write_origin(config: TrainConfig, run_dir: RunDir) -> None:
     The file `data_template` replaces all templates.
     """
     shutil.rmtree(run_dir.origin, ignore_errors=True)
-    source, beside, template = _source(config.initial), tokenizer_beside(config.input.data), config.input.data_template
+    source = _source(config.initial)
+    beside = tokenizer_beside(config.input.data)
+    template = config.input.data_template
     folders = [folder for folder in (source, None if vocabulary(source) else beside) if folder]
     files = {name: folder / name for folder in folders for name in tokenizer_files(folder)}
     if source and tokenizer_files(source, [CONFIG_FILE]):
@@ -256,7 +261,8 @@ def _of_run(saved: SavedRun, setup: TrainSetup) -> TrainState:
     Takes over the FP8 amax histories if the recipe is the same except for `compute`. The count for bias correction is taken
     over with the moments. The count of the learning rate starts at 0.
     """
-    config, like = setup.config, setup.step.canonical.shapes()
+    config = setup.config
+    like = setup.step.canonical.shapes()
     there = saved.config.fp8
     same = (
         config.is_delayed and saved.config.is_delayed and config.fp8 == dataclasses.replace(there, compute=config.fp8.compute)

@@ -261,7 +261,8 @@ def _tokenizer_of(saved: SavedRun) -> Tokenizer:
     Without one, text is bytes if the run was trained on text or has a vocabulary of at most 256 tokens. Otherwise ids have
     no text.
     """
-    origin, folder = saved.dir.origin, copied_folder(saved.dir)
+    origin = saved.dir.origin
+    folder = copied_folder(saved.dir)
     own, beside = vocabulary(origin), tokenizer_beside(saved.config.input.data)
     is_bytes = is_text(saved.config.input.data) or saved.config.hooks.vocab_size <= 256
     if own or beside or is_bytes:
@@ -296,7 +297,8 @@ def _with_adapter(source: Source, path: Path) -> Source:
 
     def weights(params: Tree, carried: Tree) -> tuple[Tree, Tree | None]:
         base, found = source.weights(separated(params)[0], carried)
-        parts, leaves = _parts_of_adapters(config, model), dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
+        parts = _parts_of_adapters(config, model)
+        leaves = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
         low: Any = load_parameters(folder, parts, {name: leaves[name] for name in parts})
         return joined(base, {name: (low[name + A], low[name + B]) for name in model.adapters}), found
 

@@ -22,7 +22,8 @@ def locked(run_dir: RunDir, warn: Callable[[str], object]) -> Iterator[None]:
     The operating system releases the lock of a killed process. On a file system without locks, the content of the file decides:
     the process in it holds the lock while it lives, and always if it is on another machine.
     """
-    path, own = run_dir.lock_file, {"pid": os.getpid(), "host": socket.gethostname()}
+    path = run_dir.lock_file
+    own = {"pid": os.getpid(), "host": socket.gethostname()}
     with os_errors("run_dir", run_dir.path):
         run_dir.path.mkdir(parents=True, exist_ok=True)
     with os_errors("run_dir", path):

@@ -75,7 +75,8 @@ class Loop:
 
         Returns the number of finished steps and the state after them.
         """
-        place, steps = self.setup.step.place, self.setup.config.steps
+        place = self.setup.step.place
+        steps = self.setup.config.steps
         while done < steps and not self.stops(done):
             step = self.step or self._compile(done)
             if (ran := self._instead(done, state)) is not None:
@@ -140,7 +141,8 @@ class Loop:
 
     def _halted(self, halt: Halt, state: TrainState) -> tuple[int, TrainState]:
         """Increases the expert capacity. Returns the steps done before the halt, and the state to continue from."""
-        self.setup, self.step = self.grow(halt), None
+        self.setup = self.grow(halt)
+        self.step = None
         return halt.number - 1, self.setup.step.resumed(state)
 
     def _compile(self, done: int) -> CompiledStep:

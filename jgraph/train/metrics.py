@@ -27,7 +27,8 @@ class MetricsLog:
     """Writes metrics.jsonl, and passes entries to the trackers. Begins by removing entries after step `done`."""
 
     def __init__(self, path: Path, *, done: int, trackers: Sequence[Tracker] = ()):
-        self._trackers, self._path = trackers, path
+        self._trackers = trackers
+        self._path = path
         kept = [line for line, entry in _entries(path) if entry["step"] <= done]
         text = "".join(f"{line}\n" for line in kept)
         with os_errors("run_dir", path):
@@ -65,7 +66,9 @@ class StepClock:
     """Measures the time of steps, without compilation, evaluation and checkpoints. `seconds` is the total, over all runs."""
 
     def __init__(self, seconds: float = 0.0):
-        self.seconds, self._lap_seconds, self._lap_steps = seconds, 0.0, 0
+        self.seconds = seconds
+        self._lap_seconds = 0.0
+        self._lap_steps = 0
         self._started: float | None = None
 
     def start(self) -> None:
@@ -79,7 +82,8 @@ class StepClock:
         Halted steps are counted in `of` only, because they will be repeated.
         """
         if self._started is not None:
-            elapsed, self._started = time.perf_counter() - self._started, None
+            elapsed = time.perf_counter() - self._started
+            self._started = None
             elapsed *= steps / of if of else 1.0
             self.seconds += elapsed
             self._lap_seconds += elapsed

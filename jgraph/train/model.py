@@ -187,7 +187,8 @@ def settings_of(name: str) -> type | None:
     found = find_model(name)
     try:
         # The signature of an NNX class itself accepts anything.
-        hints, (_, *names) = typing.get_type_hints(found.__init__), inspect.signature(found.__init__).parameters
+        hints = typing.get_type_hints(found.__init__)
+        _, *names = inspect.signature(found.__init__).parameters
         first = hints.get(names[0]) if names else None
     except (NameError, TypeError, ValueError):
         return None

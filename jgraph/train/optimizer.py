@@ -53,7 +53,8 @@ def optimizer(
             must = f"must be arguments that {config.name} takes ({problem})"
             raise ConfigError(f"`optimizer.args` is {' '.join(config.args)}: {must}", field="optimizer.args") from e
     if config.groups:
-        names, label_of = leaf_names(shapes), dict[str, str]()
+        names = leaf_names(shapes)
+        label_of = dict[str, str]()
         for i, group in enumerate(config.parameter_groups):
             for name in matching(group.pattern, names, field="optimizer.groups"):
                 label_of.setdefault(name, str(i))
@@ -153,12 +154,15 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     `steps` ends the schedule unless `decay_steps` is set. `inverse-sqrt` at step s is the peak times sqrt(w / s), for w warmup
     steps (at least 1).
     """
-    peak, warmup = config.learning_rate, config.warmup_steps
+    peak = config.learning_rate
+    warmup = config.warmup_steps
     first = peak / max(1, warmup)  # the first step has a positive rate
-    end, final = max(config.decay_steps or steps, warmup + 1), peak * config.final_learning_rate
+    end = max(config.decay_steps or steps, warmup + 1)
+    final = peak * config.final_learning_rate
     if config.schedule == "cosine":
         return optax.warmup_cosine_decay_schedule(first, peak, warmup, end, final)
-    length, scale = end - warmup, max(1, warmup)
+    length = end - warmup
+    scale = max(1, warmup)
     if config.schedule == "linear":
         after = optax.linear_schedule(peak, final, length)
     elif config.schedule == "wsd":

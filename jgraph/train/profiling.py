@@ -19,10 +19,11 @@ import jax
 from jgraph.errors import ProfileError, os_errors
 from jgraph.processes import is_process_zero
 from jgraph.profile import report
+from jgraph.settings import flatten
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import StepMetrics, TrainState
 from jgraph.train.capacity import is_halted
-from jgraph.train.config import TrainConfig, flatten
+from jgraph.train.config import TrainConfig
 from jgraph.train.console import Reporter
 from jgraph.train.loop import Callback
 from jgraph.train.metrics import peak_memory_bytes
@@ -62,7 +63,9 @@ class Profile(Callback):
         first, stop = setup.config.monitor.profile_steps
         self._first: int | None = first
         self._count = stop - first
-        self._batches, self._watchdog, self._reporter = batches, watchdog, reporter
+        self._batches = batches
+        self._watchdog = watchdog
+        self._reporter = reporter
         # Every process runs the steps, but only the trace of process 0 is reported.
         path = run_dir.path / "profile" if is_process_zero() else tempfile.mkdtemp(prefix="jgraph-profile-")
         self._directory = Path(path)
@@ -71,7 +74,8 @@ class Profile(Callback):
     def _compile(self, setup: TrainSetup, step: CompiledStep) -> None:
         """Compiles the step without command buffers now, because a pause before the trace would let the devices cool."""
         has_graph = jax.default_backend() == "gpu" and setup.config.compile.graph != "off"
-        self._setup, self._captured = setup, step if has_graph else None
+        self._setup = setup
+        self._captured = step if has_graph else None
         plain = TrainSetup(setup.config.changed(graph="off"), setup.model, setup.step)
         self._uncaptured = plain.compile_step() if has_graph else step
 
@@ -79,7 +83,8 @@ class Profile(Callback):
         """Traces the new step, from step `done` + 1 at the earliest. Gives up if too few steps are left."""
         if self._first is None:
             return
-        self._first, needed = max(self._first, done), 2 * self._count + 2
+        self._first = max(self._first, done)
+        needed = 2 * self._count + 2
         if self._first + needed <= setup.config.steps:
             self._compile(setup, step)
         else:
@@ -144,7 +149,8 @@ class Profile(Callback):
 
 def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
     """Returns the description of the run for the report: devices, versions, flags, memory."""
-    config, devices = setup.config, jax.local_devices()[: setup.step.num_devices]
+    config = setup.config
+    devices = jax.local_devices()[: setup.step.num_devices]
     kind = devices[0].device_kind
     tokens = f"{config.input.batch_size} x {config.input.seq_len} tokens a step"
     facts = {

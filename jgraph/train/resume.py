@@ -8,8 +8,8 @@ import dataclasses
 import json
 from typing import Any
 
-from jgraph.settings import Rule, resume_rules
-from jgraph.train.config import COMPONENTS, OptimizerConfig, TrainConfig, flatten
+from jgraph.settings import Rule, flatten, resume_rules
+from jgraph.train.config import COMPONENTS, OptimizerConfig, TrainConfig
 from jgraph.train.model import Experts
 
 

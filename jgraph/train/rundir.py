@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jgraph.errors import ConfigError, os_errors
+from jgraph.settings import flatten
 from jgraph.train._output_config import OutputConfig
-from jgraph.train.config import TrainConfig, flatten
+from jgraph.train.config import TrainConfig
 from jgraph.train.model import is_class_name
 from jgraph.train.resume import differences, flat_saved, resumed_schedule
 
@@ -23,10 +24,14 @@ class RunDir:
 
     def __init__(self, path: Path):
         self.path = path
-        self.config, self.metrics = path / "config.json", path / "metrics.jsonl"
-        self.checkpoints, self.lock_file = path / "checkpoints", path / "lock"
+        self.config = path / "config.json"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.lock_file = path / "lock"
         self.origin = path / ORIGIN
-        self.samples, self.tensorboard, self.wandb = path / "samples.jsonl", path / "tensorboard", path / "wandb.json"
+        self.samples = path / "samples.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.wandb = path / "wandb.json"
 
     def has_checkpoint(self) -> bool:
         """Returns True if there is a completely written checkpoint, damaged or not."""

@@ -24,7 +24,8 @@ class SavedRun:
     """
 
     def __init__(self, path: Path, step: int | None = None, *, module: str = "", field: str = "run"):
-        self.dir, self.path = RunDir(path), path
+        self.dir = RunDir(path)
+        self.path = path
         self.config = self.dir.saved_config(field=field, module=module)
         self._reader = CheckpointReader(self.dir.checkpoints, step, field="step" if field == "run" else field)
         self.step = self._reader.step

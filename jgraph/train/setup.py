@@ -58,9 +58,9 @@ class TrainSetup:
 
         Computes nothing on a device, except with `schedule` auto, which times a layer. All processes must call it together.
         """
-        mesh = _mesh(config.parallel, is_pipeline=config.is_pipeline, is_sharded=config.is_sharded)
         fp8 = fp8_recipe(config)
         batch = batch_shapes(config.input, config.input.batch_size)
+        mesh = _mesh(config.parallel, is_pipeline=config.is_pipeline, is_sharded=config.is_sharded)
         with _errors_by_field(config):
             hooks = model_hooks(config.module)
             model = _functional_model(config, hooks)
@@ -132,7 +132,8 @@ class TrainSetup:
 
         `carried` is not copied. There is no optimizer state.
         """
-        placed, zero = self.step.shardings, jnp.zeros((), jnp.int32)
+        placed = self.step.shardings
+        zero = jnp.zeros((), jnp.int32)
         shardings = None if placed is None else placed.params
         packed = in_turn(jax.jit(self.step.bound.layout.pack, out_shardings=shardings)(params))
         return TrainState(zero, zero, packed, (), carried)
@@ -308,7 +309,8 @@ def _pipeline_model(config: TrainConfig, hooks: ModelHooks, model: FunctionalMod
 def _pipelined(
     config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel, fp8: FP8Config | None
 ) -> Pipelined:
-    parallel, chunks = config.parallel, config.pipeline.chunks
+    parallel = config.parallel
+    chunks = config.pipeline.chunks
     num_layers = len(jax.eval_shape(model.split, found.shapes)[1])
     fitting = f"such that `pp` x `chunks` {chunks} is at most the {num_layers} layers"
     require(parallel.pp * chunks <= num_layers, "pp", parallel.pp, fitting)

@@ -128,8 +128,12 @@ class _Run:
 
     def run(self, *, samples: bool) -> Summary:
         """Trains, prints and returns the summary. Generates text after the last step if `samples` is True."""
-        config, corpus, run_dir, reporter = self.config, self.corpus, self.run_dir, self.reporter
-        shapes, output = self.setup.step.canonical.shapes(), config.output
+        config = self.config
+        corpus = self.corpus
+        run_dir = self.run_dir
+        reporter = self.reporter
+        shapes = self.setup.step.canonical.shapes()
+        output = config.output
         if config.monitor.profile:
             profiled = profiling.profiled(self.setup.config, jax.default_backend())
             self.setup = TrainSetup(profiled, self.setup.model, self.setup.step)
@@ -143,7 +147,8 @@ class _Run:
             documents=config.input.data_documents,
             rows=setup.step.batch_rows(config.input.batch_size),
         )
-        step, init = None, setup.init
+        step = None
+        init = setup.init
         # Process 0 decides, because it may write checkpoints while another process looks for them.
         if is_new := not all_gather_scalar(run_dir.resumes(output))[0]:
             with all_or_raise():
@@ -189,7 +194,8 @@ class _Run:
 
     def _write(self, *, is_new: bool) -> None:
         """Writes config.json, and for a new run the files of its initial weights."""
-        config, corpus = self.config, self.corpus
+        config = self.config
+        corpus = self.corpus
         if not config.output.resume:
             self.run_dir.reset()
         corpus_fields = {"name": corpus.name, "fingerprint": corpus.fingerprint}
@@ -204,7 +210,7 @@ class _Run:
         if done:
             self.reporter.line(f"resumed from step {done}")
         elif self.weights:
-            optimizer = " and the optimizer state" * (config.initial.continue_with == "optimizer")
+            optimizer = " and the optimizer state" if config.initial.continue_with == "optimizer" else ""
             self.reporter.line(f"started with the weights{optimizer} of {self.weights.about}")
         epochs = ", ".join(f"{times:.3g} of {name}" for name, times in batches.epochs(config.steps))
         self.reporter.line(f"epochs: {epochs} in {config.steps} steps")
@@ -212,8 +218,13 @@ class _Run:
     def _loop(
         self, done: int, state: TrainState, step: CompiledStep, batches: Batches, checkpoints: Checkpoints
     ) -> tuple[int, TrainState]:
-        setup, reporter, watchdog, run_dir = self.setup, self.reporter, self.watchdog, self.run_dir
-        monitor, place, ahead = setup.config.monitor, setup.step.place, Ahead(batches)
+        setup = self.setup
+        reporter = self.reporter
+        watchdog = self.watchdog
+        run_dir = self.run_dir
+        monitor = setup.config.monitor
+        place = setup.step.place
+        ahead = Ahead(batches)
         trained_tokens = batches.trained_tokens if setup.config.input.data_format == "chat" else None
         profiles: list[Callback] = []
         if monitor.profile and done > monitor.profile_steps[0]:
@@ -258,7 +269,9 @@ class _Run:
 
     def _summary(self, outcome: str, done: int, state: TrainState, *, samples: bool) -> Summary:
         """Prints and returns the summary. Generates text if the run is finished."""
-        config, run_dir, is_done = self.config, self.run_dir, done >= self.config.steps
+        config = self.config
+        run_dir = self.run_dir
+        is_done = done >= self.config.steps
         entries = read_metrics(run_dir.metrics)
         last = entries[-1] if entries else {}
         summary = Summary(
@@ -293,8 +306,10 @@ def _enable_cache(setting: str) -> str:
 
 
 def _devices(setup: TrainSetup) -> str:
-    count, kind, processes = setup.step.num_devices, jax.devices()[0].device_kind, jax.process_count()
-    return f"{count} {kind} device{'s' * (count > 1)}{f' of {processes} processes' if processes > 1 else ''}"
+    count = setup.step.num_devices
+    kind = jax.devices()[0].device_kind
+    processes = jax.process_count()
+    return f"{count} {kind} device{'s' if count > 1 else ''}{f' of {processes} processes' if processes > 1 else ''}"
 
 
 def _last_words(wait: Wait, config: TrainConfig, run_dir: RunDir, reporter: Reporter) -> str:

@@ -110,7 +110,8 @@ def evaluator(setup: TrainSetup, batches: list[Batch], watchdog: Watchdog) -> Ca
 
     All batches have the same shape. The first call compiles the program. The state is not donated.
     """
-    jitted, compiled = jax.jit(partial(loss, setup)), None
+    jitted = jax.jit(partial(loss, setup))
+    compiled = None
 
     def evaluate(state: TrainState) -> float:
         nonlocal compiled

@@ -36,7 +36,8 @@ class Watchdog:
     """
 
     def __init__(self, seconds: float, hung: Callable[[Wait], object]):
-        self._seconds, self._hung = seconds, hung
+        self._seconds = seconds
+        self._hung = hung
         self._wait: Wait | None = None
         self._ended = threading.Event()
 
@@ -65,7 +66,9 @@ class Watchdog:
         return arrays
 
     def _watch(self) -> None:
-        tick, seen, ticks = min(1.0, self._seconds / _TICKS), None, 0
+        tick = min(1.0, self._seconds / _TICKS)
+        seen = None
+        ticks = 0
         # Counts ticks instead of reading a clock, because a process that was suspended has not waited meanwhile.
         while not self._ended.wait(tick):
             wait = self._wait
@@ -77,7 +80,8 @@ class Watchdog:
 
 def hang_message(wait: Wait, config: TrainConfig, run_dir: RunDir) -> str:
     """Returns one line about devices that hang: the unfinished program, its collectives, and how to resume."""
-    suspects, captured = "", False
+    suspects = ""
+    captured = False
     with contextlib.suppress(Exception):  # the text of the program may be unavailable
         suspects, captured = _suspects(wait.program)
     process = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""

@@ -398,6 +398,13 @@ def test_the_warmup_of_a_preset_shrinks_with_the_run_and_a_given_warmup_does_not
     assert error.value.field == "optimizer.warmup_steps"
 
 
+@pytest.mark.parametrize("flag", ["--optimizer.beta1=0.9", "--optimizer.beta1 0.9"])
+def test_a_flag_with_the_default_value_does_not_follow_the_optimizer(flag):
+    config = parse(["--optimizer.name", "adan", *flag.split()])
+    assert config is not None
+    assert (config.optimizer.beta1, config.optimizer.beta2) == (0.9, 0.92)
+
+
 def test_a_parser_message_without_a_box_is_printed_in_one_line(monkeypatch, capsys):
     def refuse(*args, **kwargs):
         print("plain\nwords", file=sys.stderr)

@@ -15,9 +15,9 @@ import pytest
 from jgraph.cli import flag
 from jgraph.errors import ConfigError
 from jgraph.moe.config import MoEConfig
-from jgraph.settings import may_change, resume_rules
+from jgraph.settings import flatten, may_change, resume_rules
 from jgraph.train import lock
-from jgraph.train.config import COMPONENTS, OptimizerConfig, TrainConfig, flatten
+from jgraph.train.config import COMPONENTS, OptimizerConfig, TrainConfig
 from jgraph.train.lock import locked
 from jgraph.train.optimizer import learning_rate
 from jgraph.train.resume import rules_of
