@@ -359,9 +359,9 @@ def test_replicas_sum_their_gradients_in_float32(num_microbatches):
 def test_gradient_shards_are_summed_over_devices_in_grads_dtype(dtype, total, reshard_after_forward, reduce):
     def local(parts, tokens_BS):
         choices = {"grads_dtype": dtype, "reshard_after_forward": reshard_after_forward, "reduce": reduce}
-        spec = {"w": Shard(0, dtype=LOW)}
+        shards = {"w": Shard(0, dtype=LOW)}
         loss = lambda whole, _: (product(whole, tokens_BS), None)  # noqa: E731
-        return fsdp.value_and_grads(loss, parts, ["w"], spec, {}, **choices)[1]
+        return fsdp.value_and_grads(loss, parts, ["w"], shards, {}, **choices)[1]
 
     mesh, part = Mesh(np.array(jax.devices()[:2]), ("fsdp",)), PartitionSpec("fsdp")
     run = jax.shard_map(local, mesh=mesh, in_specs=({"w": part}, part), out_specs={"w": part}, check_vma=False)
