@@ -24,7 +24,7 @@ class BatchLayout:
     Each data rank (device with its own rows) has an equal, consecutive part of every microbatch.
     """
 
-    mesh: Mesh | None
+    mesh: Mesh | None  # None for one device
     num_microbatches: int
 
     @property
@@ -54,9 +54,9 @@ class BatchLayout:
             self._share(batch, local, "data ranks of this process")
 
         def place(leaf: Array | np.ndarray) -> Array:
-            rows = np.asarray(leaf)
+            rows = np.asarray(leaf)  # of this process, in the order of `BatchLayout.rows`
             shape = (self.num_microbatches, len(rows) // self.num_microbatches, *rows.shape[1:])
-            whole = (shape[0], shape[1] * total // local, *shape[2:])
+            whole = (shape[0], shape[1] * total // local, *shape[2:])  # of all processes
             return jax.make_array_from_process_local_data(sharding, rows.reshape(shape), whole)
 
         return jax.tree.map(place, batch)
