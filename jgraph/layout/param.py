@@ -27,14 +27,16 @@ class Param:
     shape: tuple[int, ...]  # with padding
     dtype: np.dtype  # of the parameters in the model's own tree
     kind: Kind  # matrices have weight decay, and routers, the layers that choose experts, are never cast
-    axes: tuple[Entry, ...]
-    trained: tuple[bool, ...] = (True,)  # whether it has trained elements; or one for each row of an array of stacked layers
+    axes: tuple[Entry, ...]  # one entry for each array axis
+    trained: tuple[bool, ...] = (True,)  # whether elements are trained: one flag, or one for each row of stacked layers
     joins: bool = True  # whether it may share an array with others, if it is small
     # The array axis that rules, annotations or experts ask to shard over `fsdp`. `any` lets the layout choose an axis, and
     # `none` replicates the array.
     wanted: int | Literal["any", "none"] = "any"
-    groups: int = 1  # of devices of `fsdp` that compute with different shards: the devices of experts
-    experts: int | None = None  # the array axis of the experts of a mixture
+    # Number of equal groups of consecutive devices of `fsdp`. Each group gathers another part of the array: other experts. Not
+    # the groups of `moe/_experts.py`, which exchange rows: those have one device of each group.
+    groups: int = 1
+    expert_axis: int | None = None  # in the model's own tree: layouts do not change it
     padding: int = 0  # zeros at the end of the array axis that is sharded over `fsdp`
 
     @classmethod
@@ -45,7 +47,7 @@ class Param:
         else:
             kind = "router vector" if is_router(name) else "vector"
         axes = (None,) * leaf.ndim
-        return cls(leaf.shape, leaf.dtype, kind, axes, (trained,), experts=expert_axis(name, leaf.ndim))
+        return cls(leaf.shape, leaf.dtype, kind, axes, (trained,), expert_axis=expert_axis(name, leaf.ndim))
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
@@ -89,10 +91,11 @@ class Param:
         return jnp.asarray(np.reshape(self.trained, (-1, *[1] * (len(self.shape) - 1))))
 
     def axis_of(self, mesh_axis: str) -> int | None:
-        """The array axis that is sharded over a mesh axis; None if there is none."""
+        """Returns the array axis that is sharded over a mesh axis; None if there is none."""
         return next((i for i, entry in enumerate(self.axes) if mesh_axis in axis_names(entry)), None)
 
     def placed(self, axis: int, *mesh_axes: str) -> Self:
+        """Returns a copy with the array axis `axis` sharded over exactly `mesh_axes`."""
         entry = mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes
         return replace(self, axes=tuple(entry if i == axis else old for i, old in enumerate(self.axes)))
 

@@ -54,7 +54,7 @@ class FSDPChoices:
     shard_rules: tuple[str, ...] = ()
     annotations: Annotations = field(default_factory=dict)
     compute_dtype: DTypeLike | None = None
-    experts: int = 1
+    experts: int = 1  # devices that the experts of a layer are sharded over, not their number
     shards: Sharded = "everything"
 
     def __post_init__(self):
@@ -65,7 +65,10 @@ class FSDPChoices:
 
 
 def wanted(choices: FSDPChoices, ranks: int) -> MakeLayout:
-    """A layout that moves nothing: adds to the descriptions which axes rules, annotations and experts ask to shard."""
+    """A layout that moves nothing: adds to the descriptions which axes rules, annotations and experts ask to shard.
+
+    `ranks` is the size of the mesh axis `fsdp`.
+    """
 
     def make(params: Description) -> Layout[Arrays]:
         axes = asked_axes(list(params), choices.shard_rules, choices.annotations)
@@ -74,7 +77,7 @@ def wanted(choices: FSDPChoices, ranks: int) -> MakeLayout:
             return described(lambda name, param: replace(param, wanted=axes.get(name, "any")))(params)
         if ranks % devices:
             raise ConfigError(f"`experts` is {devices}: must divide the {ranks} devices of `fsdp`", field="experts")
-        experts = {name: param.experts for name, param in params.items() if param.experts is not None}
+        experts = {name: param.expert_axis for name, param in params.items() if param.expert_axis is not None}
         require(bool(experts), "experts", devices, "1 for a model without experts")
         for name, axis in experts.items():
             if (count := params[name].shape[axis]) % ranks:
@@ -121,7 +124,7 @@ def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Annotations) -
 
 def value_and_grads(
     loss: Callable[[Arrays, Observed], tuple[Array, Aux]],
-    parts: Arrays,
+    parts: Arrays,  # the shards of this device
     trained: Collection[str],
     shards: Mapping[str, Shard],
     observed: Observed,
@@ -132,12 +135,13 @@ def value_and_grads(
 ) -> tuple[Aux, Arrays, Observed]:
     """Differentiates `loss(whole, observed) -> (scalar, aux)` by the shards of a device, under `jax.shard_map`.
 
-    Returns aux, the shards of the gradients of trained parameters, summed by `Shard.scatter`, and the gradient of `observed`.
+    Returns aux, the shards of the gradients of trained parameters, summed by `Shard.scatter`, and the gradient of `observed` on
+    this device, which is the observed state after the microbatch.
     """
     whole = gathered(shards, parts)
 
     def of_trained(arrays: Arrays, observed: Observed) -> tuple[Array, Aux]:
-        return loss(whole | arrays, observed)  # traced once
+        return loss(whole | arrays, observed)
 
     arrays = {name: whole[name] for name in trained}
     value, pull_back, aux = jax.vjp(of_trained, arrays, observed, has_aux=True)
@@ -166,7 +170,8 @@ def gathered(shards: TreeOf[Shard], parts: Parts) -> Parts:
 def _replaced(pull_back: PullBack, arrays: Mapping[int, Array]) -> PullBack:
     """Returns a vjp function with some residuals replaced, by the id of the array.
 
-    A parameter that is saved as a residual is the same array object.
+    A parameter that is saved as a residual is the same array object. An array that is computed from it, such as a cast, is not
+    replaced, and stays in memory.
     """
     leaves, structure = jax.tree.flatten(pull_back)
     return structure.unflatten([arrays.get(id(leaf), leaf) for leaf in leaves])
