@@ -4,7 +4,7 @@ Each direction is the gradient of the other, so neither needs a scatter: rows ar
 the copies of a token are added in float32. Unused rows of a buffer are holes, which read as zeros.
 """
 
-# N tokens, K copies per token, R = N * K rows, S rows of a buffer, E experts; B blocks of T tokens
+# N tokens, K copies per token, R = N * K rows, S rows of a buffer, E experts; B blocks of T tokens; I intervals
 
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -16,6 +16,7 @@ from jax import Array
 _BLOCK = 128
 
 Holes: TypeAlias = Literal["none", "zeros"]
+"""`none` promises that a `RowOrder` has no holes and no copies without a row: indices are not checked. `zeros` allows both."""
 
 
 class RowOrder(NamedTuple):
@@ -26,7 +27,7 @@ class RowOrder(NamedTuple):
 
 
 def order_of(experts_NK: Array, counts_E: Array) -> RowOrder:
-    """Returns the order of the copies by expert, and by token within an expert.
+    """Returns the order of the copies by expert, and by token within an expert: a permutation, S = R.
 
     Counts instead of sorting, because XLA sorts on GPUs with a library call that a command buffer cannot contain.
     """
@@ -58,13 +59,14 @@ def _triangle(size: int) -> Array:
 
 def moved(positions: Array, source_I: Array, target_I: Array, lengths_I: Array, hole: int) -> Array:
     """Maps positions when intervals, which do not overlap, move from `source_I` to `target_I`. Others become `hole`."""
+    # All are int32. Intervals may be empty.
     offset = positions[..., None] - source_I
     is_inside = (offset >= 0) & (offset < lengths_I)
     return jnp.where(jnp.any(is_inside, -1), jnp.sum(jnp.where(is_inside, offset + target_I, 0), -1), hole)
 
 
 def _dispatched(x: Array, order: RowOrder, copies: int, holes: Holes = "none") -> Array:
-    """Copies the rows of x [N, ...] into the order of a buffer [S, ...]."""
+    """Copies the rows of x [N, ...] into the order of a buffer [S, ...]. `copies` is K."""
     return _rows(x, order.source // copies, holes)
 
 
