@@ -32,7 +32,7 @@ def logits(x_ND: Array, router_DE: Array) -> Array:
     """
     if x_ND.dtype != jnp.bfloat16:
         return jnp.matmul(x_ND.astype(jnp.float32), router_DE, precision=lax.Precision.HIGHEST)
-    # Three bfloat16 parts of the matrix together have its 24 bits. The products are exact, and tensor cores add them in float32
+    # Three bfloat16 parts of the matrix have its 24 bits together. The products are exact, and tensor cores add them in float32
     # (Henry, Tang and Heinecke, arXiv:1904.06376).
     return _sum_of_thirds(_matmul(x_ND, jnp.concatenate(_parts(router_DE), 1)))
 
@@ -45,9 +45,9 @@ def _logits_backward(residuals: tuple[Array, Array], dy_NE: Array) -> tuple[Arra
         return dx_ND.astype(x_ND.dtype), dw_DE
     high_DE, low_DE, _ = _parts(router_DE)
     dy_parts = _parts(dy_NE)
-    # dx is rounded to 8 bits, so 16 bits of each operand suffice.
-    paired_NF = jnp.concatenate([dy_parts[0], dy_parts[0], dy_parts[1]], 1)
-    dx_ND = paired_NF @ jnp.concatenate([high_DE, low_DE, high_DE], 1).T
+    # dx is rounded to 8 bits, so 16 bits of each operand suffice. 3E: the columns of three products.
+    dy_N3E = jnp.concatenate([dy_parts[0], dy_parts[0], dy_parts[1]], 1)
+    dx_ND = dy_N3E @ jnp.concatenate([high_DE, low_DE, high_DE], 1).T
     return dx_ND, _sum_of_thirds(_matmul(x_ND.T, jnp.concatenate(dy_parts, 1)))
 
 
@@ -55,7 +55,7 @@ logits.defvjp(lambda x_ND, router_DE: (logits(x_ND, router_DE), (x_ND, router_DE
 
 
 def _parts(a: Array) -> list[Array]:
-    """Returns three bfloat16 arrays that sum to a float32 array, up to its last one or two bits."""
+    """Returns three bfloat16 arrays, the largest first. Their sum is the float32 array, exactly for magnitudes above 1e-31."""
     parts = []
     for _ in range(3):
         # Not a conversion to bfloat16 and back, because XLA removes it.
@@ -84,14 +84,15 @@ def route(logits_NE: Array, config: MoEConfig, bias_E: Array | None = None) -> R
         probabilities_NE = scores_NE / jnp.sum(scores_NE, -1, keepdims=True)
     else:
         scores_NE = probabilities_NE = jax.nn.softmax(logits_NE, -1)
-    ranked_NE = lax.stop_gradient(logits_NE if config.router != "sigmoid" else scores_NE)
+    # Softmax keeps the order of the logits. The bias is added to sigmoids.
+    ranked_NE = lax.stop_gradient(scores_NE if config.router == "sigmoid" else logits_NE)
     if bias_E is not None:
         ranked_NE += lax.stop_gradient(bias_E)
     _, experts_NK = lax.top_k(ranked_NE, config.experts_per_token)
     # A mask instead of indexing, because the gradient of indexing is a scatter.
     is_NKE = experts_NK[..., None] == jnp.arange(config.num_experts, dtype=experts_NK.dtype)
-    of_NE = logits_NE if config.router == "topk-softmax" else scores_NE
-    weights_NK = jnp.sum(jnp.where(is_NKE, of_NE[:, None], 0), -1)
+    weights_NE = logits_NE if config.router == "topk-softmax" else scores_NE
+    weights_NK = jnp.sum(jnp.where(is_NKE, weights_NE[:, None], 0), -1)
     if config.router == "topk-softmax":
         weights_NK = jax.nn.softmax(weights_NK, -1)
     elif config.weights == "normalized":
@@ -133,7 +134,7 @@ def z_loss(logits_NE: Array) -> Array:
 
 @jax.custom_vjp
 def attach(y: Array, loss: Array) -> Array:
-    """Returns y, and adds the gradient of `loss` to the gradient of any loss that is computed from y."""
+    """Returns y, and adds the gradient of the scalar `loss` to the gradient of any loss that is computed from y."""
     return y
 
 
