@@ -51,6 +51,6 @@ def dead_experts(carried: Carried, steps: int = 100) -> dict[str, list[int]]:
     dead = {}
     for layer, state in statistics(carried).items():
         for i, unseen_E in enumerate(np.atleast_2d(state["unseen_E"])):
-            if len(experts := np.flatnonzero(unseen_E <= -steps)):
+            if len(experts := np.flatnonzero(unseen_E <= -steps)):  # minus the number of steps without a token
                 dead[f"{layer}/{i}" if state["unseen_E"].ndim > 1 else layer] = experts.tolist()
     return dead
