@@ -18,12 +18,12 @@ from jax.typing import DTypeLike
 from jgraph.kernels.quantize import CALLS
 from jgraph.types import Leaf, Tree
 
-JITS = ("jit", "pjit")
-CHECKPOINTS = ("checkpoint", "remat", "remat2")
+# Names of primitives, equal in jax 0.10.2, 0.11.2 and 0.12.
+JITS = ("jit",)
+CHECKPOINTS = ("remat2",)
 SCAN = "scan"
-CUSTOM = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 CALLBACKS = ("debug_callback", "debug_print", "io_callback")
-_RULES = ("custom_jvp_call", "custom_vjp_call", *JITS)
 _WITH_BODY = (*JITS, *CHECKPOINTS, SCAN)
 
 Aval: TypeAlias = ShapedArray
@@ -42,13 +42,18 @@ def aval_of(atom: Any) -> Aval:
 
 def body(eqn: core.JaxprEqn) -> core.Jaxpr:
     """Returns the jaxpr inside a jit, checkpoint, scan, `custom_jvp` or `custom_vjp` equation, without its constants."""
-    inner = eqn.params["call_jaxpr" if eqn.primitive.name in CUSTOM else "jaxpr"]
+    inner = _closed_body(eqn)
     return getattr(inner, "jaxpr", inner)
 
 
 def body_consts(eqn: core.JaxprEqn) -> list[jax.Array]:
-    """Returns the values of the constants of the jaxpr inside a jit, checkpoint or scan equation."""
-    return list(getattr(eqn.params["jaxpr"], "consts", ()))
+    """Returns the values of the constants of `body`, for the same equations."""
+    return list(getattr(_closed_body(eqn), "consts", ()))
+
+
+def _closed_body(eqn: core.JaxprEqn) -> Any:
+    # A ClosedJaxpr or a Jaxpr. They are one class since jax 0.11.
+    return eqn.params["call_jaxpr" if eqn.primitive.name in CUSTOM else "jaxpr"]
 
 
 def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
@@ -113,16 +118,18 @@ def depends(jaxpr: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
 
 
 def _depending(jaxpr: core.Jaxpr, given: Sequence[bool]) -> set[core.Var]:
-    marked = {v for v, flag in zip(jaxpr.invars, given, strict=True) if flag}
+    marked = {v for v, flag in zip(jaxpr.invars, given, strict=True) if flag}  # never a constant
     for eqn in jaxpr.eqns:
         flags = [not is_literal(v) and v in marked for v in eqn.invars]
         if not any(flags):
             continue
         out = depends(body(eqn), flags) if eqn.primitive.name in _WITH_BODY else [True] * len(eqn.outvars)
         if eqn.primitive.name == SCAN:
+            # A carry that an iteration marks is marked in the next iteration, which may mark others.
             consts, carry = scan_counts(eqn)
-            while (grown := [a or b for a, b in zip(flags[consts:], out[:carry], strict=False)]) != flags[consts:][:carry]:
-                flags[consts : consts + carry] = grown
+            carried = slice(consts, consts + carry)
+            while (grown := [a or b for a, b in zip(flags[carried], out[:carry], strict=True)]) != flags[carried]:
+                flags[carried] = grown
                 out = depends(body(eqn), flags)
         marked.update(v for v, flag in zip(eqn.outvars, out, strict=True) if flag)
     return marked
@@ -135,14 +142,15 @@ def holds(jaxpr: core.Jaxpr, names: Sequence[str]) -> bool:
 
 def primitives(name: str, params: Mapping[str, Any]) -> set[str]:
     """Returns the primitives that an equation runs: its own, or for jit and custom derivatives, those inside."""
-    if name not in _RULES:
+    # Not of a JaxprEqn, because a policy of `jax.checkpoint` gets the name and the parameters only.
+    if name not in (*JITS, *CUSTOM):
         return {name}
     inner = [eqn for jaxpr in core.jaxprs_in_params(params) for eqn in jaxpr.eqns]
     return set().union(*(primitives(eqn.primitive.name, eqn.params) for eqn in inner))
 
 
 def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None = None) -> tuple[list[bool], set[str]]:
-    """Returns which inputs the wanted outputs need, and the primitives that compute them, as `live_variables`."""
+    """Like `live_variables`, but returns a flag for each input instead of a set of variables."""
     live, used = live_variables(jaxpr, wanted, data)
     return [v in live for v in jaxpr.invars], used
 
@@ -151,8 +159,8 @@ def live_variables(
     jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None = None
 ) -> tuple[set[core.Var], set[str]]:
     """Finds the variables, including inputs, and the primitives that compute the wanted outputs. May report too many."""
-    # `data` marks inputs: primitives without an operand that depends on a marked input are then left out. A call of a
-    # quantization kernel counts as one primitive with the name of the kernel.
+    # `data` marks inputs: primitives without an operand that depends on a marked input are then left out. The variables do not
+    # depend on `data`. A call of a quantization kernel counts as one primitive with the name of the kernel.
     live = {v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and isinstance(v, core.Var)}
     marked = None if data is None else _depending(jaxpr, data)
     used: set[str] = set()
@@ -217,7 +225,7 @@ def without_callbacks(jaxpr: core.Jaxpr) -> core.Jaxpr:
             eqn = eqn.replace(params=params, effects=eqn.effects - gone)
         eqns.append(eqn)
     effects = set(jaxpr.effects) - (_effects(jaxpr.eqns) - _effects(eqns))
-    return jaxpr.replace(eqns=eqns, effects=effects, debug_info=jaxpr.debug_info)
+    return jaxpr.replace(eqns=eqns, effects=effects)
 
 
 def _param_without_callbacks(param: Any) -> Any:
@@ -237,7 +245,7 @@ def exact_products(fn: Callable[..., _Result]) -> Callable[..., _Result]:
     """Wraps a function: runs it without `reduce_precision` equations that round a matmul's output to its own dtype."""
 
     # These equations change no value. `jax.checkpoint` inserts them for residuals, and they prevent XLA from fusing a GELU into
-    # the matmul. Nested jaxprs are not changed.
+    # the matmul. Nested jaxprs are not changed. Each call traces `fn`, so jit the result.
     @wraps(fn)
     def run(*args: Tree) -> _Result:
         closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -270,7 +278,7 @@ def avals(jaxpr: core.Jaxpr) -> Iterator[Aval]:
 
 
 def explicit_axes(aval: Aval | jax.ShapeDtypeStruct) -> list[str | tuple[str, ...]]:
-    """Returns the explicit mesh axes that an array is sharded over."""
+    """Returns the explicit mesh axes that an array is sharded over: the type of an array names no automatic axes."""
     return [axis for axis in getattr(getattr(aval, "sharding", None), "spec", ()) if axis is not None]
 
 

@@ -98,8 +98,7 @@ def _of_equation(eqn: core.JaxprEqn, inputs: list[Expression]) -> Sequence[Expre
         branches = [_expressions(branch.jaxpr, branch.consts, operands) for branch in eqn.params["branches"]]
         return [_MIXED if _MIXED in (index, *each) else _digest(name, index, each) for each in zip(*branches, strict=True)]
     if name in (*replay.JITS, *replay.CHECKPOINTS, *replay.CUSTOM):
-        inner = eqn.params["call_jaxpr" if name in replay.CUSTOM else "jaxpr"]
-        return _expressions(replay.body(eqn), getattr(inner, "consts", ()), inputs)
+        return _expressions(replay.body(eqn), replay.body_consts(eqn), inputs)
     if _MIXED in inputs:
         return [_MIXED] * len(eqn.outvars)
     if name in _SAME and len(inputs) == 1:
