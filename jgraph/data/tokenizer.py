@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,7 +22,10 @@ _FILES = (*_VOCABULARY, "tokenizer*.json", "vocab*", "merges*", "*.spm", "specia
 _FILES += ("chat_template*", "additional_chat_templates/*.jinja", "generation_config.json")
 # A tokenizer without a declared end-of-text token may have one. These are the usual names.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-_AT_ONCE = 256
+_AT_ONCE = 256  # documents in a call of `transformers`
+
+Span: TypeAlias = tuple[int, int]
+"""The first character of a part of a text, and the one after its last."""
 
 
 def tokenizer_files(folder: Path, patterns: Sequence[str] = _FILES) -> list[str]:
@@ -46,26 +49,25 @@ def declaration(file: Path) -> str:
 
 
 class Tokenizer:
-    """Converts text to ids and back. `Tokenizer()` reads text as bytes; `Tokenizer.of` also reads the tokenizer of a folder.
+    """Converts text to ids and back. `Tokenizer()` reads text as bytes; `Tokenizer.of` also reads the tokenizer of a folder."""
 
-    `name` is the path of the folder, `bytes`, or `numbers` for ids without text. `bos` is the id of the begin-of-text token if
-    one is declared; `end` are the ids after a document, a newline without an end of text; `ends` end a generated text.
-    `kind` is the class of `transformers`. `is_as_before` is True if all documents have the ids of versions without it.
-    """
-
+    name: str  # the path of the folder, `bytes`, or `numbers` for ids without text
     vocab_size = 256
-    dtype = np.dtype(np.uint8)
-    bos: int | None = None
-    source = b""
+    dtype = np.dtype(np.uint8)  # holds every id
+    bos: int | None = None  # begin of text, if the tokenizer declares one
+    document_end: Sequence[int] = (10,)  # ids after a document: the end of text if the tokenizer has one, else a newline
+    ends: tuple[int, ...]  # each of these ids ends a generated text
+    kind = ""  # the class of `transformers`
+    source = b""  # tokenizer.json, a part of the fingerprint of a corpus
+    # Ids are a part of the fingerprint if False. Turns False when `documents` yields other ids than versions of jgraph without
+    # `transformers` did, so read it after the last document.
     is_as_before = True
-    kind = ""
-    end: Sequence[int] = (10,)
 
     def __init__(self, template: str | None = None, ends: Sequence[int] = (), *, without: str = ""):
         self.name = "numbers" if without else "bytes"
         self.ends = tuple(ends)
         self._template = template
-        self._without = without
+        self._without = without  # why text cannot be encoded, for the error
 
     @staticmethod
     def of(path: Path | None, template: Path | None = None, ends: Sequence[int] = ()) -> "Tokenizer":
@@ -80,7 +82,8 @@ class Tokenizer:
             The tokenizer of the folder, or of bytes.
 
         Raises:
-            DataError: If a file cannot be read.
+            DataError: If the template cannot be read, or `transformers` cannot read the tokenizer.
+            OSError: If `path` is another file, and cannot be read.
         """
         folder = path.parent if path and path.name == TOKENIZER_FILE else path
         is_bytes = folder is None or (folder.is_dir() and vocabulary(folder) is None)
@@ -129,12 +132,12 @@ class Tokenizer:
         after = self._ended(self.encode(without_surrogates(completion), special=False))
         return np.array([*before, *after], np.int32), np.arange(len(before) + len(after)) >= len(before)
 
-    def masked(self, rendered: Sequence[tuple[str, Any]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields the ids of texts with spans of characters, and the mask of the tokens that overlap with a span."""
+    def masked(self, rendered: Sequence[tuple[str, Sequence[Span]]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields the ids of texts with sorted spans, and the mask of the tokens that overlap with a span."""
         encoded = self._with_offsets([without_surrogates(text) for text, _ in rendered]) if rendered else ()
         for (ids, offsets), (_, spans) in zip(encoded, rendered, strict=True):
             starts, stops = np.array(offsets, np.int64).reshape(-1, 2).T
-            bounds = np.array([*spans, (1 << 62, 1 << 62)], np.int64)
+            bounds = np.array([*spans, (1 << 62, 1 << 62)], np.int64)  # the last one is after all tokens
             # The first span that ends after the start of the token.
             yield np.array(ids, np.int32), stops > bounds[np.searchsorted(bounds[:, 1], starts, side="right"), 0]
 
@@ -142,13 +145,14 @@ class Tokenizer:
         """Returns the chat template for a record, and special tokens by the names that it uses; None without a template."""
         return None if self._template is None else {"chat_template": self._template}
 
-    def _with_offsets(self, texts: list[str]) -> Iterable[tuple[Sequence[int], Any]]:
+    def _with_offsets(self, texts: list[str]) -> Iterable[tuple[Sequence[int], Sequence[Span] | np.ndarray]]:
+        """Yields the ids of each text without special tokens, and the span of each token."""
         for text in texts:
             places = np.repeat(np.arange(len(text)), [len(one.encode()) for one in text])
             yield list(text.encode()), np.stack([places, places + 1], axis=1)
 
     def _ended(self, ids: list[int]) -> list[int]:
-        return [*ids, *self.end]
+        return [*ids, *self.document_end]
 
 
 class _HuggingFace(Tokenizer):
@@ -157,7 +161,9 @@ class _HuggingFace(Tokenizer):
     def __init__(self, path: Path, template: str | None, ends: Sequence[int]):
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that models need PyTorch
         transformers = library("transformers", extra="hf")
-        is_folder = path.is_dir() and bool(tokenizer_files(path, [*_FILES, "config.json"]))
+        is_folder = path.is_dir()
+        if is_folder:
+            tokenizer_files(path, [*_FILES, "config.json"])  # raises DataError for a link out of the folder
         file = path / TOKENIZER_FILE if is_folder else path
         self.source = b"" if is_folder and not file.exists() else file.read_bytes()
         try:
@@ -180,9 +186,9 @@ class _HuggingFace(Tokenizer):
         self._eos = found[:1]
         self.name = str(path)
         self.kind = type(hf).__name__
-        self.end = found[:1] or self.encode("\n", special=False)
+        self.document_end = found[:1] or self.encode("\n", special=False)
         self.dtype = token_dtype(self.vocab_size)
-        # Versions without `transformers` had special tokens at the end of documents only, and the first of the usual ones.
+        # Versions of jgraph without `transformers` had a special token at the end of documents only: the first `_END_OF_TEXT`.
         added = hf.added_tokens_decoder.items()
         self._added = {n for n, one in added if one.special or json.dumps(one.content).encode() not in self.source}
         self.is_as_before = bool(self.source) and found[:1] == named[:1] and not self.encode("")
@@ -208,12 +214,12 @@ class _HuggingFace(Tokenizer):
         except ValueError as e:  # none is the default
             raise DataError(f"{self.name}: {e}") from e
 
-    def _with_offsets(self, texts: list[str]) -> Iterable[tuple[Sequence[int], Any]]:
+    def _with_offsets(self, texts: list[str]) -> Iterable[tuple[Sequence[int], Sequence[Span] | np.ndarray]]:
         found = self._call(texts, add_special_tokens=False, return_offsets_mapping=True)
         return zip(found["input_ids"], found["offset_mapping"], strict=True)
 
     def _ended(self, ids: list[int]) -> list[int]:
-        return ids if self._eos and ids[-1:] == self._eos else [*ids, *self.end]
+        return ids if self._eos and ids[-1:] == self._eos else [*ids, *self.document_end]
 
     def _call(self, texts: list[str], **options: bool) -> Any:
         try:

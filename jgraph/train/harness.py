@@ -72,10 +72,10 @@ class _LoadedLM:
         tokenizer = loaded.tokenizer
         tokenizer.encode("")  # an error without a tokenizer
         # A tokenizer without an end-of-text token separates documents by a newline, as in training.
-        if not tokenizer.end:
+        if not tokenizer.document_end:
             must = "declare `eos_token` in its tokenizer_config.json"
             raise DataError(f"{tokenizer.name}: has no token for the end of a text or a newline, which lm-eval needs: {must}")
-        self.eot_token_id = tokenizer.end[0]
+        self.eot_token_id = tokenizer.document_end[0]
         self.prefix_token_id = self.eot_token_id if tokenizer.bos is None else tokenizer.bos
         self._prefix = tokenizer.decode([self.prefix_token_id])
 

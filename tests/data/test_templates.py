@@ -127,7 +127,7 @@ def test_documents_prompts_and_completions_have_the_ids_of_transformers(tmp_path
         assert both.tolist() == [*expected, *theirs("x</s>", add_special_tokens=False).input_ids]
         assert trained.tolist() == [False] * len(expected) + [True] * 2
     assert ours.completion("a", "b")[0][-1] == eos
-    assert (ours.bos, ours.ends, ours.end) == (theirs.bos_token_id, (eos,), [eos])
+    assert (ours.bos, ours.ends, ours.document_end) == (theirs.bos_token_id, (eos,), [eos])
 
 
 def test_functions_and_filters_of_templates_equal_those_of_transformers(tmp_path):

@@ -218,7 +218,7 @@ def test_a_tokenizer_of_token_files_is_declared_for_transformers(tmp_path):
     assert copied_folder(run_dir) is None
     theirs = transformers.AutoTokenizer.from_pretrained(run_dir.origin)
     ours = Tokenizer.of(tokens)
-    assert [theirs.eos_token_id] == ours.end == Tokenizer.of(run_dir.origin).end
+    assert [theirs.eos_token_id] == ours.document_end == Tokenizer.of(run_dir.origin).document_end
     assert theirs("Hi <s>").input_ids == ours.encode("Hi <s>")
 
 
