@@ -14,8 +14,9 @@ class TextStream:
         self._decode = decode
         self._stop = tuple(stop)  # none is empty
         # Decoded tokens since the last complete character (context for `decode`), and tokens that are not decoded yet.
-        self._decoded, self._pending = list(prompt), []
-        self._held_back = ""
+        self._decoded = list(prompt)
+        self._pending: list[int] = []
+        self._held_back = ""  # may begin a stop string
         self.ended = False
 
     def push(self, token: int) -> str:
@@ -37,8 +38,9 @@ class TextStream:
         before, after = self._decode(self._decoded), self._decode(self._decoded + self._pending)
         if not flush and after.endswith("\ufffd"):
             return ""
+        # The last decoded tokens are enough context, so the cost of a call does not grow with the text.
         self._decoded, self._pending = self._pending or self._decoded, []
-        return after[len(before) :]
+        return after[len(before) :]  # assumes that tokens do not change the text of earlier tokens
 
     def _emit(self, text: str) -> str:
         text = self._held_back + text
