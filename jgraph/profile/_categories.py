@@ -103,7 +103,7 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
         return Purpose("control", action)
     if not computes and category not in _MOVING:
         return Purpose("copies", action)
-    if matmul is not None and category == "dgrad" and not action and program.of_batch.issuperset(matmul.operands[:2]):
+    if matmul is not None and category == "dgrad" and not action and program.batch_dependent.issuperset(matmul.operands[:2]):
         category = "wgrad"
     return Purpose(category or "other", action, is_work)
 

@@ -38,7 +38,7 @@ class Program(HloModule):
             raise ProfileError(f"the program in the trace cannot be read ({e})") from e
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """Yields an instruction and, for a fusion, call or asynchronous start, those inside it, recursively."""
+        """Yields an instruction and, for a fusion, call or asynchronous start (not a loop), those inside it, recursively."""
         yield instruction
         if instruction.opcode in ("fusion", "async-start", "call"):
             for name in instruction.called:
@@ -48,7 +48,7 @@ class Program(HloModule):
                     yield from self.inside(inner)
 
     def matmul(self, instruction: Instruction) -> Instruction | None:
-        """Returns the matmul or convolution with the most FLOPs `inside` the instruction."""
+        """Returns the matmul or convolution with the most FLOPs `inside` the instruction; None without one."""
         return max((inner for inner in self.inside(instruction) if inner.is_matmul), key=self._own_flops, default=None)
 
     def flops(self, instruction: Instruction) -> int:
@@ -137,6 +137,7 @@ class Program(HloModule):
         if instruction.opcode != "custom-call" or not _GROUPED.search(instruction.op_name):
             return 0
         operands = [operand.shapes[0] for operand in self._operands(instruction)]
+        # [R, D] x [E, D, F] -> [R, F], or for wgrad, [R, D] x [R, F] -> [E, D, F]: two of the three have two axes.
         rows, *others = [shape for shape in (*operands, *instruction.shapes) if len(shape.dims) == 2]
         return 2 * math.prod(rows.dims) * others[0].dims[1]
 
@@ -149,8 +150,8 @@ class Program(HloModule):
         return found.shapes[0] if found else None
 
     @cached_property
-    def of_batch(self) -> set[str]:
-        """The names of the instructions with results that depend on the batch: on arguments with buffers that no output reuses.
+    def batch_dependent(self) -> set[str]:
+        """The names of the instructions that depend on the batch: on the arguments that are not state.
 
         The state of a step is donated, so outputs reuse its buffers. Without donation, an argument like an output is state.
         """
@@ -168,7 +169,7 @@ class Program(HloModule):
         return found
 
     def _spread(self, computation: Computation, arguments: Sequence[_Depends], found: set[str]) -> _Depends:
-        """Adds the names of instructions that depend on the batch to `found`. Returns True if the result depends on it."""
+        """Adds the names of instructions that depend on the batch to `found`. Returns the dependence of the result."""
         values: dict[str, _Depends] = {}
         numbers = {p.name: n for n, p in enumerate(computation.parameters())}
         for i in computation.instructions.values():

@@ -94,8 +94,8 @@ def test_data_movement_and_matmuls_have_different_categories(program):
 
 
 def test_an_array_that_is_updated_in_place_does_not_depend_on_the_batch(program):
-    assert {"w", "n", "sliced"} <= program.of_batch  # sliced depends on the index n
-    assert "state" not in program.of_batch
+    assert {"w", "n", "sliced"} <= program.batch_dependent  # sliced depends on the index n
+    assert "state" not in program.batch_dependent
 
 
 @pytest.mark.parametrize(("unroll", "donate"), [(1, 0), (4, 0), (1, ())])
