@@ -158,7 +158,7 @@ def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None
 def live_variables(
     jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None = None
 ) -> tuple[set[core.Var], set[str]]:
-    """Finds the variables, including inputs, and the primitives that compute the wanted outputs. May report too many."""
+    """Finds the variables, including inputs, and the primitives of wanted outputs and of callbacks. May report too many."""
     # `data` marks inputs: primitives without an operand that depends on a marked input are then left out. The variables do not
     # depend on `data`. A call of a quantization kernel counts as one primitive with the name of the kernel.
     live = {v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and isinstance(v, core.Var)}
@@ -166,7 +166,7 @@ def live_variables(
     used: set[str] = set()
     for eqn in reversed(jaxpr.eqns):
         flags = [v in live for v in eqn.outvars]
-        if not any(flags):
+        if not any(flags) and not _has_callback(eqn):
             continue
         is_data = None if marked is None else [not is_literal(v) and v in marked for v in eqn.invars]
         given = [True] * len(eqn.invars)
@@ -181,6 +181,10 @@ def live_variables(
         used |= names if is_data is None or any(is_data) else set()
         live.update(v for v, flag in zip(eqn.invars, given, strict=True) if flag and isinstance(v, core.Var))
     return live, used
+
+
+def _has_callback(eqn: core.JaxprEqn) -> bool:
+    return eqn.primitive.name in CALLBACKS or any(holds(inner, CALLBACKS) for inner in core.jaxprs_in_params(eqn.params))
 
 
 def wanted_inside(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> list[bool]:

@@ -40,7 +40,8 @@ class TextStream:
             return ""
         # The last decoded tokens are enough context, so the cost of a call does not grow with the text.
         self._decoded, self._pending = self._pending or self._decoded, []
-        return after[len(before) :]  # assumes that tokens do not change the text of earlier tokens
+        # A prompt may end inside a character. Otherwise, tokens do not change the text of earlier tokens.
+        return after[len(before if after.startswith(before) else before.rstrip("\ufffd")) :]
 
     def _emit(self, text: str) -> str:
         text = self._held_back + text

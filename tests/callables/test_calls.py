@@ -531,6 +531,17 @@ class Dense(nnx.Module):
         return self.drop(self.linear(x), rngs=key)
 
 
+def test_a_callback_gets_a_parameter_that_nothing_else_reads(capfd):
+    def stage(params, x):
+        jax.debug.print("scale = {}", params["scale"])
+        return x @ params["w"]
+
+    params = {"scale": jnp.full((), 7.0), "w": jnp.ones((chain.D, chain.D))}
+    jgraph.make_graphed_callables(stage, params, (X,))[0](params, X)
+    jax.effects_barrier()
+    assert "scale = 7.0" in capfd.readouterr().out
+
+
 def test_an_nnx_module_takes_its_dropout_key_as_an_argument():
     module, key = Dense(nnx.Rngs(0)), jax.random.key(3)
     params = nnx.state(module, nnx.Param)

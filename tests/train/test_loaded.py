@@ -123,6 +123,11 @@ def test_a_character_is_streamed_after_its_last_byte():
     assert streamed("aé€b".encode()) == ["a", "", "é", "", "", "€", "b", ""]
 
 
+def test_a_character_that_begins_in_the_prompt_is_streamed():
+    text = TextStream(Tokenizer().decode, "aé".encode()[:-1])
+    assert text.push("é".encode()[-1]) == "é"
+
+
 def test_invalid_utf8_does_not_hold_back_the_rest():
     assert "".join(streamed(b"a\xffb\xe2\x82")) == "a\ufffdb\ufffd"
 
