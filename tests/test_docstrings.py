@@ -1,4 +1,4 @@
-"""Docstrings document arguments and results; messages, test names and tables have few hard-to-read phrases."""
+"""Docstrings are where readers are; messages, test names and tables have few hard-to-read phrases."""
 
 import ast
 import re
@@ -22,34 +22,51 @@ def sources(folder: str) -> list[Path]:
 # Types that users get from exported functions, beside the exported names themselves.
 RETURNED = {
     *("TrainStep", "TrainState", "StepMetrics", "CompiledStep", "FunctionalModel", "GraphedCallables", "Graphed", "RunResult"),
-    *("FP8Function", "Loaded", "Explanation", "Jitted", "Tokenizer"),
+    *("FP8Function", "FP8Trace", "Loaded", "Explanation", "Jitted", "Split", "Tokenizer"),
 }
+# Functions of rooms that guides import.
+OF_ROOMS = {("schedule", "generate"), ("data", "load")}
+# Files of protocols that strategies and models implement, and of commands, whose docstrings are their `--help`.
+PROTOCOLS = re.compile(r"jgraph/(strategies/base|train/hooks|train/model)\.py")
+COMMANDS = re.compile(r"jgraph/((.*/)?__main__|sample|evaluate|export|aot|inspect/(capture|schedule))\.py")
 
 
-def exported() -> set[str]:
-    """Returns the names in `jgraph/__init__.pyi`."""
-    return set(re.findall(r"\w+ as (\w+)", (ROOT / "jgraph/__init__.pyi").read_text(encoding="utf-8")))
+def exported() -> set[tuple[str, str]]:
+    """Returns room and name of each name in `jgraph/__init__.pyi`."""
+    text = (ROOT / "jgraph/__init__.pyi").read_text(encoding="utf-8")
+    imports = re.findall(r"^from \.(\w+)\S* import (\((?:[^)]*)\)|.*)$", text, re.MULTILINE)
+    return {(room, name) for room, names in imports for name in re.findall(r"\w+ as (\w+)", names)}
+
+
+def functions() -> Iterator[tuple[str, Function, bool]]:
+    """Yields path and name, and node of each function and method, and whether users call or implement it."""
+    shown = exported() | OF_ROOMS
+    for file in sources("jgraph"):
+        path = str(file.relative_to(ROOT))
+        room = file.relative_to(ROOT / "jgraph").parts[0].removesuffix(".py")
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if not isinstance(node, Function | ast.ClassDef):
+                continue
+            is_interface = PROTOCOLS.fullmatch(path) is not None and isinstance(node, ast.ClassDef)
+            is_shown = (room, node.name) in shown or node.name in RETURNED or is_interface
+            for each in node.body if isinstance(node, ast.ClassDef) else [node]:
+                if isinstance(each, Function) and not COMMANDS.fullmatch(path):
+                    is_private = re.match(r"_(?!_)", each.name) is not None
+                    yield f"{path}: {node.name}.{each.name}", each, is_shown and not is_private
+
+
+def argument_names(node: Function) -> list[str]:
+    args = [*node.args.posonlyargs, *node.args.args, node.args.vararg, *node.args.kwonlyargs, node.args.kwarg]
+    return [arg.arg for arg in args if arg and arg.arg not in ("self", "cls")]
 
 
 def functions_of_users() -> Iterator[tuple[str, Function, list[str]]]:
     """Yields path and name, node and argument names of each function and method that users call or implement."""
-    names = exported() | RETURNED
-    for file in sources("jgraph"):
-        path = str(file.relative_to(ROOT))
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if not isinstance(node, Function | ast.ClassDef):
-                continue
-            is_protocol = isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Protocol" for base in node.bases)
-            if node.name not in names and not (is_protocol and path == "jgraph/strategies/base.py"):
-                continue
-            for each in node.body if isinstance(node, ast.ClassDef) else [node]:
-                if not isinstance(each, Function) or each.name.startswith("_"):
-                    continue
-                if not any("overload" in ast.unparse(decorator) for decorator in each.decorator_list):
-                    given = each.args
-                    args = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
-                    kept = [arg.arg for arg in args if arg and arg.arg not in ("self", "cls")]
-                    yield f"{path}: {node.name}.{each.name}", each, kept
+    for name, node, is_shown in functions():
+        is_overload = any("overload" in ast.unparse(decorator) for decorator in node.decorator_list)
+        # The docstring of a class documents its constructor.
+        if is_shown and not is_overload and not node.name.startswith("_"):
+            yield name, node, argument_names(node)
 
 
 def documented_args(docstring: str) -> set[str]:
@@ -75,6 +92,30 @@ def test_functions_of_users_document_their_results():
         if not documented.search(ast.get_docstring(node) or "")
     ]
     assert not bad, "add `Returns:` to:\n" + "\n".join(bad)
+
+
+def test_other_functions_have_no_sections_of_arguments_and_results():
+    section = re.compile(r"^(Args|Returns|Yields):$", re.MULTILINE)
+    bad = [name for name, node, is_shown in functions() if not is_shown and section.search(ast.get_docstring(node) or "")]
+    assert not bad, "say what a reader cannot see in one or two lines:\n" + "\n".join(bad)
+
+
+def forwards(node: Function) -> bool:
+    """True if a method only returns the attribute or the call of the same name and arguments of a part of its object."""
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    if len(body) != 1 or not isinstance(body[0], ast.Return) or body[0].value is None:
+        return False
+    value, given = body[0].value, argument_names(node)
+    if isinstance(value, ast.Call):
+        if [ast.unparse(arg).lstrip("*") for arg in value.args] != given or value.keywords:
+            return False
+        value = value.func
+    return isinstance(value, ast.Attribute) and value.attr == node.name and ast.unparse(value).startswith("self.")
+
+
+def test_methods_that_forward_have_no_docstring():
+    bad = [name for name, node, is_shown in functions() if not is_shown and forwards(node) and ast.get_docstring(node)]
+    assert not bad, "the method that is called is documented; remove the docstring of:\n" + "\n".join(bad)
 
 
 def strings(node: ast.AST) -> list[str]:

@@ -171,31 +171,14 @@ def _progress(steps: Iterator[Any], total: int, name: str, disable: bool) -> Ite
 
 def score_tasks(
     loaded: Loaded,
-    tasks: Sequence[str],
+    tasks: Sequence[str],  # names that lm-eval has, YAML files and folders of them; a file can name functions, which are run
     *,
-    num_fewshot: int | None = None,
-    limit: int | None = None,
+    num_fewshot: int | None = None,  # None for the number of the task
+    limit: int | None = None,  # documents of each task; None for all
     batch_size: int = 8,
     seq_len: int | None = None,
 ) -> list[TaskScore]:
-    """Scores a model on tasks of `lm-eval`. Needs the extra `lm-eval`.
-
-    Args:
-        loaded: A model with a tokenizer for text, from `jgraph.load`.
-        tasks: Names of tasks, groups and tags that `lm-eval` has, YAML files of tasks, and folders with such files. A file can
-            name Python functions, which are run.
-        num_fewshot: Number of examples before each question; None for that of the task.
-        limit: Number of documents of each task; positive. None for all.
-        batch_size: Number of requests that are computed at once; positive.
-        seq_len: Maximum number of tokens that the model reads; positive. None for `loaded.window`, or 2048 if that is None.
-
-    Returns:
-        The metrics of each task and group.
-
-    Raises:
-        ConfigError: If an argument has a value that is not allowed, or there is no such task.
-        DataError: If `lm-eval` is not installed, the model has no tokenizer for text, or `lm-eval` cannot load a task.
-    """
+    """Scores a model on tasks of `lm-eval`. Returns the metrics of each task and group."""
     require(num_fewshot is None or num_fewshot >= 0, "num_fewshot", num_fewshot, "0 or positive")
     require(limit is None or limit > 0, "limit", limit, "positive")
     require(seq_len is None or seq_len > 0, "seq_len", seq_len, "positive")
