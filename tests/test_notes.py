@@ -158,3 +158,11 @@ def test_readme_clones_the_repository_of_the_package():
 def test_the_reference_has_one_entry_per_public_name():
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "notes" / "reference").glob("*.md"))
     assert sorted(re.findall(r"^::: jgraph\.(\w+)$", pages, re.MULTILINE)) == sorted({*jgraph.__all__} - {"__version__"})
+
+
+def test_the_reading_order_is_five_short_files_that_say_what_to_look_for():
+    text = (ROOT / "notes/develop/reading-order.md").read_text(encoding="utf-8")
+    files = [(ROOT / path).read_text(encoding="utf-8") for path in re.findall(r"^\| `(\S+\.py)` \|", text, re.MULTILINE)]
+    assert len(files) == 5
+    assert sum(len(file.splitlines()) for file in files) <= 1200
+    assert all("\nLook for: " in file.partition('"""\n')[0] for file in files)

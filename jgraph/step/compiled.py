@@ -1,4 +1,7 @@
-"""A compiled training step: the executables of the gradients, if any, and the program of the update."""
+"""A compiled training step: the executables of the gradients, if any, and the program of the update.
+
+Look for: `CompiledStep.__call__`, all the host does in a step; and `__str__`, the report of captured operations and of memory.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

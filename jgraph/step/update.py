@@ -1,4 +1,8 @@
-"""The update of a training step: clipping, an optax transform, and the check for finite values. Pure functions of a state."""
+"""The update of a training step: clipping, an optax transform, and the check for finite values. Pure functions of a state.
+
+Look for: `Update.apply`, where `jnp.where` skips an update in the program, so that the host does not wait for the loss; and
+`Optimizer`, which shows the transform the model's own tree or the arrays of the step.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
