@@ -3,8 +3,8 @@
 A strategy is a chain of layouts and a way to sum gradients. Each layout is a function of the description of its input, and
 returns the description of its output with two functions: `pack`, and `unpack`, which inverts it bit for bit.
 
-Look for: `Layout.then`, which composes; `Layout.trained`, the same chain without frozen parameters; `named`, the first layout of
-a chain; and `described`, which moves nothing. `param.py` has the description of one array.
+Look for: `Layout.then`, which composes; `Layout.trained`, the same chain without frozen parameters; `named`, the first layout
+of a chain; and `described`, which moves nothing. `param.py` has the description of one array.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -4,8 +4,8 @@ The step is one jitted function of (state, batch). It donates the state and retu
 an update only if the loss and the gradient are finite, so the host may read the metrics several steps later.
 
 Look for: `train_step`, which binds the strategy to the loss; `TrainStep.jitted`, the whole step as one `jax.jit` with
-`donate_argnums=0`; `TrainStep.options`, the XLA options that capture it as CUDA graphs; and `TrainStep.compile`, which refuses a
-program that does not update every array of the state in its own buffer.
+`donate_argnums=0`; `TrainStep.options`, the XLA options that capture it as CUDA graphs; and `TrainStep.compile`, which refuses
+a program that does not update every array of the state in its own buffer.
 """
 
 from collections.abc import Callable, Sequence

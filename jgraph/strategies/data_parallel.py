@@ -1,6 +1,6 @@
 """Gradients with data parallelism: every device computes the whole model on its part of the batch.
 
-Look for: `bind`, which chains the layouts of a strategy; `loss_and_grads`, a pure function of arrays, which `train_step` traces;
+Look for: `bind`, which chains the layouts of a strategy; `loss_and_grads`, a pure function that `train_step` traces;
 `_on_device`, the program of a device, with its reductions; and `_microbatch_function`, where the arrays become the model's own
 tree and FP8 weights are quantized. One device without a mesh is the same program without collectives.
 """
