@@ -50,7 +50,8 @@ class BatchLayout:
         leaves = jax.tree.leaves(batch)
         multiple = self.num_microbatches * local
         # `_share` raises the error. It is not called in every step, because it describes each leaf by its path.
-        if not leaves or not all(checks.has_rows(leaf, multiple) for leaf in leaves):
+        fits = leaves and all(checks.has_rows(leaf, multiple) for leaf in leaves)
+        if not fits or (multiple > 1 and len({leaf.shape[0] for leaf in leaves}) > 1):
             self._share(batch, local, "data ranks of this process")
 
         def place(leaf: Array | np.ndarray) -> Array:
@@ -91,15 +92,24 @@ class BatchLayout:
     def _share(self, batch: Batch, ranks: int, what: str) -> Batch:
         """Returns the shapes of the rows of a microbatch on one of `ranks` ranks. `what` describes the ranks in the error."""
         checks.check_batch(batch)
+        parts = self.num_microbatches * ranks
+        rows = next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim), 0)
 
         def share(path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStruct:
-            if leaf.ndim == 0 or leaf.shape[0] % (self.num_microbatches * ranks):
+            if leaf.ndim == 0 or leaf.shape[0] % parts:
                 raise ShapeError(
                     f"`batch` has an array of shape {list(leaf.shape)}{checks.at(path_name(path))}: its first axis must be "
                     f"divisible by num_microbatches {self.num_microbatches} x {ranks} {what}",
                     field="batch",
                 )
-            return jax.ShapeDtypeStruct((leaf.shape[0] // (self.num_microbatches * ranks), *leaf.shape[1:]), leaf.dtype)
+            # A batch that is not divided may have arrays with other first axes, such as the nodes and edges of a graph.
+            if parts > 1 and leaf.shape[0] != rows:
+                raise ShapeError(
+                    f"`batch` has {leaf.shape[0]} rows{checks.at(path_name(path))} and {rows} in its first array: all arrays "
+                    "must have the same number of rows, because microbatches and devices share them",
+                    field="batch",
+                )
+            return jax.ShapeDtypeStruct((leaf.shape[0] // parts, *leaf.shape[1:]), leaf.dtype)
 
         return jax.tree_util.tree_map_with_path(share, batch)
 

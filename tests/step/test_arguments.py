@@ -174,6 +174,7 @@ INVALID_BATCHES = {
     "an array of strings": (BATCH | {"names": np.array(["a"] * 8)}, "<U1", "`names`"),
     "an array without rows": (BATCH | {"scale": np.float32(3)}, "[]", "`scale`"),
     "rows that microbatches cannot share": (BATCH | {"y": jnp.ones((7, 2))}, "[7, 2]", "`y`"),
+    "another number of rows": (BATCH | {"y": jnp.ones((4, 2))}, "4 rows at `y`", "8 in its first"),
     "nothing": (None, "None"),
 }
 
@@ -182,6 +183,15 @@ INVALID_BATCHES = {
 def test_a_batch_leaf_that_cannot_be_split_into_microbatches_is_refused(case):
     batch, *words = INVALID_BATCHES[case]
     assert_refused(lambda: step_of(num_microbatches=2).compile(batch), "batch", "`batch`", *words)
+
+
+def test_placing_a_batch_with_another_number_of_rows_is_refused():
+    step = step_of(strategy=jgraph.Replicated(mesh("data"), PARAMS), num_microbatches=2)
+    assert_refused(lambda: step.place(BATCH | {"y": np.ones((4, 2))}), "batch", "4 rows at `y`", "8 in its first")
+
+
+def test_a_batch_that_is_not_divided_may_have_other_first_axes():
+    step_of().lower(BATCH | {"edges": jnp.ones((5, 2))})
 
 
 def test_a_batch_leaf_may_be_none():
