@@ -227,7 +227,8 @@ class TrainStep:
 
         Args:
             params: Floating arrays in the model's own tree, which are copied and cast to `params_dtype`; not donated. Or a
-                function without arguments that returns them. It is traced into the program, whose results are sharded.
+                function without arguments that returns them. It is traced into the program, whose results are sharded. A tree
+                that is callable, such as an Equinox or NNX module, is not called.
             carried: The carried state to start from, of the shapes and dtypes given to `train_step`; copied. None if the step
                 carries no state.
             observed: The observed state to start from (amax histories of FP8), like `TrainState.observed`; copied. None starts
@@ -243,7 +244,8 @@ class TrainStep:
         """
         carried = {} if carried is None else carried
         checks.check_carried(carried, self.update.objective.carried)
-        if callable(params):
+        # A callable tree, such as an Equinox module, is a tree.
+        if callable(params) and jax.tree_util.all_leaves([params]):
             return in_turn(self.jitted_init(lambda *rest: (params(), *rest))(carried, observed))
         checks.check_params(params, self.update.shapes)
         return in_turn(self.jitted_init(lambda *args: args)(params, carried, observed))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from optax import contrib
 
 import jgraph
@@ -78,6 +79,13 @@ def test_init_accepts_floats_of_any_precision():
     low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
     state = step_of().init(low)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
+
+
+def test_init_accepts_parameters_in_a_callable_module():
+    module = nnx.Linear(6, 2, rngs=nnx.Rngs(0))
+    step = step_of(lambda module, batch, key: jnp.mean(module(batch["x"]) ** 2), strategy=one_device(module))
+    state, _ = step.compile(BATCH)(step.init(module), BATCH)
+    assert state.step == 1
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
