@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jgraph.errors import ConfigError, require
 from jgraph.mesh import with_batch_axes
 from jgraph.tree import leaf_names
-from jgraph.types import Annotations, Batch, Carried, Key, Params, Reductions, Shardings, Specs, Tree
+from jgraph.types import Annotations, Batch, Carried, Key, Leaf, Params, Reduction, Reductions, Shardings, Specs, Tree
 
 Mode = Literal["train", "evaluate"]
 
@@ -75,7 +75,8 @@ class FunctionalModel:
         decoder: Result of the module's `cached_decoder()`; None if it has no such method.
         reductions: How `train_step` combines the mutable state of microbatches and devices: a tree like `carried` of "mean",
             "sum", "max", "last" (of the last microbatch) or "halt" (the maximum of integers that stop the training if one is
-            positive). Taken from the metadata `reduction` of an NNX variable, "mean" without it and for Linen.
+            positive). Taken from the metadata `reduction` of an NNX variable. Without it and for Linen, "mean" for floating
+            arrays and "last" for others.
     """
 
     shapes: Params
@@ -220,7 +221,7 @@ def _nnx(make: Callable[[], FlaxModule], model: nnx.Module) -> FunctionalModel:
         return graphdef, params, streams, carried
 
     def reduction(variable: nnx.Variable) -> str:
-        return variable.get_metadata().get("reduction", "mean")
+        return variable.get_metadata().get("reduction", "")
 
     specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(model, nnx.Param)))
     state = nnx.state(model, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
@@ -229,6 +230,7 @@ def _nnx(make: Callable[[], FlaxModule], model: nnx.Module) -> FunctionalModel:
     for mode, set_mode in (("evaluate", model.eval), ("train", model.train)):
         set_mode()
         graphs[mode], shapes, streams, carried = split(model)
+    reductions = jax.tree.map(lambda kind, leaf: kind or _default_reduction(leaf), reductions, carried)
 
     def init() -> tuple[Params, Carried]:
         _, params, _, carried = split(make())
@@ -240,6 +242,11 @@ def _nnx(make: Callable[[], FlaxModule], model: nnx.Module) -> FunctionalModel:
         return found, split(model)[3]
 
     return FunctionalModel(shapes, carried, init, call, _named(shapes, specs), _decoder(model), reductions)
+
+
+def _default_reduction(leaf: Leaf) -> Reduction:
+    """A mean of integers, such as a counter, is no integer."""
+    return "mean" if jnp.issubdtype(leaf.dtype, jnp.inexact) else "last"
 
 
 def _named(shapes: Params, specs: Specs) -> Annotations:
@@ -293,7 +300,7 @@ def _linen(module: nn.Module, batch: Batch, seed: int) -> FunctionalModel:
     abstract = jax.eval_shape(boxed, batch)
     shapes, carried = jax.eval_shape(split, abstract)
     specs = nn.get_partition_spec(abstract)["params"]
-    reductions = jax.tree.map(lambda _: "mean", carried)
+    reductions = jax.tree.map(_default_reduction, carried)
     return FunctionalModel(shapes, carried, init, call, _named(shapes, specs), _decoder(module), reductions)
 
 

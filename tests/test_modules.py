@@ -78,10 +78,11 @@ def test_reductions_are_read_from_variables():
     class Counting(nnx.Module):
         def __init__(self):
             self.count = nnx.Variable(jnp.zeros((), jnp.int32), reduction="sum")
+            self.steps = nnx.Variable(jnp.zeros((), jnp.int32))
             self.inner = nnx.List([nnx.BatchNorm(2, rngs=nnx.Rngs(0))])
 
     model = jgraph.functional(Counting)
-    assert model.reductions == {"count": "sum", "inner": {0: {"mean": "mean", "var": "mean"}}}
+    assert model.reductions == {"count": "sum", "steps": "last", "inner": {0: {"mean": "mean", "var": "mean"}}}
     assert jax.tree.structure(model.reductions) == jax.tree.structure(model.carried)
 
 

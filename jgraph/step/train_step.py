@@ -83,10 +83,10 @@ def train_step(
         frozen_dtype: Floating dtype of frozen parameters in the state; None for `params_dtype`.
         carried: Arrays or shapes of the mutable state of the model, such as running statistics; None for no state. With
             `Pipelined`, only layers may have such state.
-        reductions: How carried state is reduced over microbatches and devices: `mean`, `sum`, `max`, `last` (of the last
-            microbatch and data rank), `halt`, or a tree of these like `carried`. `halt` is `max` for integers that stop the
-            training: if one is positive before or after a step, the step changes only these integers, which never decrease.
-            `TrainStep.resumed` sets them to zero.
+        reductions: How carried state is reduced over microbatches and devices: `mean` (of floating arrays), `sum`, `max`,
+            `last` (of the last microbatch and data rank), `halt`, or a tree of these like `carried`. `halt` is `max` for
+            integers that stop the training: if one is positive before or after a step, the step changes only these integers,
+            which never decrease. `TrainStep.resumed` sets them to zero.
         fp8: Recipe for matmuls with parameters in FP8, forward and backward; None for no matmuls in FP8. With `Pipelined`, only
             the matmuls of layers are in FP8.
         batch: Arrays or shapes of a whole batch, leaves [B, ...], where B is the number of rows. Required with `fp8`, to find

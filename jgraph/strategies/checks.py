@@ -132,9 +132,23 @@ def reductions_of(carried: Carried, reductions: Reductions) -> Reductions:
         raise ConfigError(problem, field="reductions")
     for (name, leaf), kind in zip(_named(carried), jax.tree.leaves(reductions), strict=True):
         check_choice("reductions", kind, get_args(Reduction))
-        if kind == "halt" and not jnp.issubdtype(leaf.dtype, jnp.integer):
-            raise ConfigError(f"`reductions` is halt for {_shown(leaf)}{at(name)}: must be integers", field="reductions")
+        allowed = [each for each in get_args(Reduction) if _is_reducible(each, leaf.dtype)]
+        if kind not in allowed:
+            must = f"must be {' or '.join(allowed)} for this dtype; a tree like `carried` has one name for each array"
+            raise ConfigError(f"`reductions` is {kind} for {_shown(leaf)}{at(name)}: {must}", field="reductions")
     return reductions
+
+
+def _is_reducible(kind: Reduction, dtype: DTypeLike) -> bool:
+    """True if the reduction of a dtype has this dtype. `last` accepts every dtype, random keys too."""
+    kinds = {
+        "mean": (jnp.inexact,),
+        "sum": (jnp.number,),
+        "max": (jnp.integer, jnp.floating, jnp.bool_),
+        "last": (np.generic, jax.dtypes.extended),
+        "halt": (jnp.integer,),
+    }
+    return any(jnp.issubdtype(dtype, each) for each in kinds[kind])
 
 
 def _check_tree(label: str, tree: Tree, expected: Tree, *, like: str, field: str, dtypes: Literal["equal", "floating"]) -> None:

@@ -139,8 +139,10 @@ def before_any(reductions: Reductions, shapes: Carried) -> Carried:
     """Returns the carried state to start an accumulation from: merged with another state, it gives the other state."""
 
     def fill(kind: Reduction, leaf: Leaf) -> Array:
+        if kind not in ("max", "halt") or leaf.dtype == jnp.bool_:
+            return jnp.zeros(leaf.shape, leaf.dtype)
         lowest = -jnp.inf if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo(leaf.dtype).min
-        return jnp.full(leaf.shape, lowest if kind in ("max", "halt") else 0, leaf.dtype)
+        return jnp.full(leaf.shape, lowest, leaf.dtype)
 
     return jax.tree.map(fill, reductions, shapes)
 
@@ -170,8 +172,12 @@ def _reduce(kind: Reduction, leaf: Array, axes: Sequence[str]) -> Array:
             return jax.lax.pmax(leaf, axes)
         case "last":
             # The state of the device with the highest index along `axes`, which has the last rows of the microbatch.
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                data = _reduce(kind, jax.random.key_data(leaf), axes)
+                return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
             is_last = jax.lax.axis_index(axes) == jax.lax.axis_size(axes) - 1
-            return jax.lax.psum(jnp.where(is_last, leaf, jnp.zeros_like(leaf)), axes)
+            # The sum of bools is an integer.
+            return jax.lax.psum(jnp.where(is_last, leaf, jnp.zeros_like(leaf)), axes).astype(leaf.dtype)
 
 
 def raised(reductions: Reductions, flags: Carried, carried: Carried) -> Carried:

@@ -187,9 +187,9 @@ def without_head(carried):
 
 
 REFUSED = {
-    "state of the head": (CARRIED | {"head": jnp.zeros(3)}, "mean", {"split_carried": without_head}, "carried"),
-    "too few layers": (CARRIED, "mean", {"split_carried": lambda carried: split_carried(carried)[1:]}, "carried"),
-    "no list of layers": (CARRIED, "mean", {"split_carried": lambda carried: carried}, "carried"),
+    "state of the head": (CARRIED | {"head": jnp.zeros(3)}, "max", {"split_carried": without_head}, "carried"),
+    "too few layers": (CARRIED, "max", {"split_carried": lambda carried: split_carried(carried)[1:]}, "carried"),
+    "no list of layers": (CARRIED, "max", {"split_carried": lambda carried: carried}, "carried"),
     "a reduction for some layers": (
         {"a": jnp.zeros((2, 3)), "b": jnp.zeros((LAYERS - 2, 3))},
         {"a": "max", "b": "sum"},

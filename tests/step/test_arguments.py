@@ -14,6 +14,7 @@ PARAMS = {"layer": {"w": jnp.ones((6, 2)), "b": jnp.zeros(2)}}
 BATCH = {"x": jnp.ones((8, 6))}
 CARRIED = {"stats": {"mean": jnp.zeros(2), "count": jnp.zeros((), jnp.int32)}}
 REDUCTIONS = {"stats": {"mean": "mean", "count": "sum"}}
+KEY = jax.random.key(3)
 SGD = optax.sgd(0.1)
 
 
@@ -242,6 +243,16 @@ MISTAKES = {
         "reductions",
         "`stats/count`",
     ),
+    "a mean of integers": (
+        lambda: step_of(carrying, carried=CARRIED),
+        "reductions",
+        "mean",
+        "int32[]",
+        "`stats/count`",
+        "last",
+    ),
+    "a sum of bools": (lambda: step_of(carrying, carried={"b": np.zeros(2, bool)}, reductions="sum"), "reductions", "bool[2]"),
+    "a maximum of keys": (lambda: step_of(carrying, carried={"k": KEY}, reductions="max"), "reductions", "key<fry>[]", "last"),
     "reductions=None": (lambda: step_of(carrying, carried=CARRIED, reductions=None), "reductions", "`stats/count`"),
     "carried of numbers": (lambda: step_of(carrying, carried={"count": 0.0}), "carried", "0.0", "`count`"),
     "fp8='delayed'": (lambda: step_of(fp8="delayed", batch=BATCH), "fp8", "'delayed'"),

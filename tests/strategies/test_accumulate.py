@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh
 
 from jgraph.layout import named
-from jgraph.strategies import FullySharded
+from jgraph.step import train_step
+from jgraph.strategies import FullySharded, Replicated
 from jgraph.strategies.accumulate import accumulate
 from jgraph.strategies.objective import Carry, Loss, Objective
 
@@ -50,6 +52,25 @@ def test_microbatches_are_summed_each_with_its_own_key(count, at_once):
     np.testing.assert_allclose(grads["w"], sum(each["w"] for _, each in found), rtol=1e-4, atol=1e-5)
     firsts = [-8.0 * m for m in range(count)]
     assert sums.carried == {"max": 0, "sum": sum(firsts), "last": firsts[-1]}
+
+
+def test_random_keys_and_bools_are_carried_over_microbatches_and_devices():
+    def loss(params, rows, key, carried):
+        row = rows[-1]
+        after = {"key": jax.random.fold_in(carried["key"], row), "last": row == 7, "any": row == 3}
+        return Loss(jnp.mean(rows * params["w"]), carried=after)
+
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    carried = {"key": jax.random.key(5), "last": jnp.zeros((), bool), "any": jnp.zeros((), bool)}
+    reductions = {"key": "last", "last": "last", "any": "max"}
+    strategy, params = Replicated(mesh, {"w": jnp.ones(())}), {"w": jnp.ones(())}
+    step = train_step(loss, optax.sgd(0.1), strategy, num_microbatches=2, carried=carried, reductions=reductions)
+    rows = jnp.arange(8.0)
+    run, state = step.compile(rows), step.init(params, carried)
+    state, _ = run(state, step.place(rows))
+    assert state.carried["last"]
+    assert state.carried["any"]
+    assert state.carried["key"] == jax.random.fold_in(carried["key"], 7)
 
 
 @pytest.mark.parametrize(("experts", "at_once"), [(1, 1), (2, 2)])
