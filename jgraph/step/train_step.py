@@ -29,7 +29,7 @@ from jgraph.scopes import scope
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.probe import check_elementwise
 from jgraph.step.state import StepMetrics, TrainState
-from jgraph.step.transform import Elementwise, Transform, check_transform, make_transform
+from jgraph.step.transform import Elementwise, Transform, check_transform, in_float32, make_transform
 from jgraph.step.update import Optimizer, Update
 from jgraph.strategies import checks
 from jgraph.strategies.base import BoundStrategy, GradientProgram, Strategy
@@ -154,9 +154,9 @@ def train_step(
     if is_elementwise:
         decays = {name: param.decays for name, param in of_trained.params.items()}
         unchanged = each(lambda name, param: None)(of_trained.params)
-        optimizer = Optimizer(make_transform(transform, decays), unchanged, moments=of_trained)
+        optimizer = Optimizer(in_float32(make_transform(transform, decays)), unchanged, moments=of_trained)
     else:
-        optimizer = Optimizer(transform, of_trained)
+        optimizer = Optimizer(in_float32(transform), of_trained)
     update = Update(
         optimizer,
         bound.layout,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -83,6 +84,15 @@ def make_transform(declared: Elementwise, is_matrix: Mask) -> Transform:
             field="transform",
         )
     return transform
+
+
+def in_float32(transform: Transform) -> Transform:
+    """Returns a transform that makes its state for float32 parameters, which `update` gets for any `params_dtype`."""
+
+    def init(params: Params) -> OptState:
+        return transform.init(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params))
+
+    return optax.GradientTransformationExtraArgs(init, transform.update)
 
 
 def check_transform(transform: Transform | Elementwise) -> None:

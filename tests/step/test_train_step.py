@@ -124,6 +124,22 @@ def test_any_transform_gets_the_parameter_tree_of_the_model(name, transform, bat
     assert metrics.loss == pytest.approx(float(loss), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "transform"),
+    [("one device", "muon"), ("one device", "adafactor"), ("one device", "l-bfgs"), ("fsdp 4", "adamw, elementwise")],
+)
+def test_parameters_in_bfloat16_have_moments_in_float32(name, transform, batch):
+    own = TRANSFORMS[transform]
+    step = train_step(mean, own, strategy(name), params_dtype=jnp.bfloat16)
+    state, _ = trained(step, batch)
+    floats = {leaf.dtype for leaf in jax.tree.leaves(state.opt_state) if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    assert floats == {jnp.dtype(jnp.float32)}
+    expected, _ = trained(train_step(mean, own, strategy(name)), batch)
+    for leaf, like in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
+        assert leaf.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(leaf, np.float32), like, atol=1e-2)
+
+
 @pytest.mark.parametrize("declare", [lambda transform: transform, elementwise], ids=["plain", "elementwise"])
 def test_a_transform_gets_the_loss_and_gradient_as_extra_arguments(declare, batch):
     step = train_step(mean, declare(PLATEAU), strategy("fsdp 4"), num_microbatches=2)
