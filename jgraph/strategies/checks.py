@@ -53,13 +53,15 @@ def check_clip_norm(value: float | None) -> None:
 
 
 def float_dtype(field: str, value: DTypeLike | None) -> np.dtype:
-    """Converts an argument to a floating dtype. Refuses None."""
+    """Converts an argument to a floating dtype of a step, which computes updates in float32. Refuses None."""
     try:
         dtype = None if value is None else jnp.dtype(value)
     except TypeError:
         dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise ConfigError(f"`{field}` is {_shown(value)}: must be a floating dtype, e.g. jnp.float32", field=field)
+    if dtype is None or dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        found = _shown(value) if dtype is None else dtype
+        must = "must be float32, bfloat16 or float16, because a step updates parameters in float32"
+        raise ConfigError(f"`{field}` is {found}: {must}", field=field)
     return dtype
 
 
