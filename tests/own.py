@@ -91,6 +91,19 @@ class Stacked(nnx.Module):
         )
 
 
+class StackedWithDropout(Stacked):
+    """The same pipeline with dropout before every layer."""
+
+    @staticmethod
+    def pipeline_model(config: Settings, ranks: int) -> PipelineModel:
+        model = Stacked.pipeline_model(config, ranks)
+
+        def layer(params, x, key, carried):
+            return model.layer(params, x * jax.random.bernoulli(key, 1 - config.rate, x.shape), carried)
+
+        return replace(model, layer=layer, takes_key=True)
+
+
 class StackedWithMean(Stacked):
     """The same model with a loss that is averaged over all devices."""
 

@@ -121,14 +121,14 @@ def measure(
 
 def _parts(pipeline: Pipeline, inputs: Batch) -> dict[str, tuple[jax.stages.Wrapped, tuple[Tree, ...]]]:
     """Returns the functions to time, with the shapes of their arguments: loops over each part of a layer, and the loss."""
-    (given, observed, _), (x, *context) = pipeline.layer_shapes(inputs)
+    (given, observed, _), (x, *rest) = pipeline.layer_shapes(inputs)
     function = pipeline.stage(None, 1)
     split = pipeline.split(None)
-    stage = given, observed, pipeline.precision.weight_shapes(function, (given, x, *context), observed)
+    stage = given, observed, pipeline.precision.weight_shapes(function, (given, x, *rest), observed)
 
-    def forward(stage: StageParams, x: Array, *context: Tree) -> tuple[Array, Residuals]:
-        first = x, _zeros(split.forward, stage, x, *context)[1]
-        return _repeated(lambda made, stage, *context: split.forward(stage, made[0], *context)[:2], first, stage, *context)
+    def forward(stage: StageParams, x: Array, *rest: Tree) -> tuple[Array, Residuals]:
+        first = x, _zeros(split.forward, stage, x, *rest)[1]
+        return _repeated(lambda made, stage, *rest: split.forward(stage, made[0], *rest)[:2], first, stage, *rest)
 
     def dgrad(stage: StageParams, residuals: Residuals, dy: Array) -> tuple[Array, Params, Stash]:
         first = dy, *_zeros(split.dgrad, stage, residuals, dy)[1:]
@@ -137,11 +137,11 @@ def _parts(pipeline: Pipeline, inputs: Batch) -> dict[str, tuple[jax.stages.Wrap
     def wgrad(sums: Params, stage: StageParams, residuals: Residuals, stash: Stash) -> Params:
         return _repeated(split.accumulate, sums, stage, residuals, stash)
 
-    y, residuals = jax.eval_shape(lambda *given: split.forward(*given)[:2], stage, x, *context)
+    y, residuals = jax.eval_shape(lambda *given: split.forward(*given)[:2], stage, x, *rest)
     stash = jax.eval_shape(split.dgrad, stage, residuals, y)[-1]
     sums = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), given), None, None
     parts = {
-        "forward": (jax.jit(forward), (stage, x, *context)),
+        "forward": (jax.jit(forward), (stage, x, *rest)),
         "dgrad": (jax.jit(dgrad), (stage, residuals, y)),
         "wgrad": (jax.jit(wgrad), (sums, stage, residuals.after_dgrad(), stash)),
         "head": _head(pipeline, inputs),

@@ -296,9 +296,8 @@ def _begin(
     count = pipeline.schedule.num_microbatches
     layers = jax.eval_shape(pipeline.of_rank, shapes.layers[0])
     extra = StageInputs(None, pipeline.carried.bits(len(layers)), jax.eval_shape(jnp.int32, 0))
-    keys = [jax.eval_shape(jax.random.key_data, key)] if pipeline.model.takes_key else []
     # Shapes of the arguments of the longest stage, without the embedding.
-    args = ((layers, extra), *pipeline.inputs(batch), *keys)
+    args = ((layers, extra), *pipeline.stage_args(batch, key))
     function = pipeline.stage(impl, len(layers))
 
     def begin(params: Arrays, carry: Carry, step: Array, batch: Batch) -> Begun[Array]:

@@ -44,10 +44,10 @@ def bytes_per_rank(pipeline: Pipeline, inputs: Batch) -> dict[str, int]:
 
 def slot_bytes(pipeline: Pipeline, inputs: Batch, *, layers: int | None = None) -> dict[str, int]:
     """Computes the bytes of a slot of each pool: the arrays of one stage and one microbatch on one device."""
-    x, *context = pipeline.inputs(inputs)
+    x, *rest = pipeline.stage_args(inputs)
     stage = without_ranks(pipeline.shapes.layers[0])
     stage = [stage[0]] * layers if layers else stage
-    spec = pipeline.split(None, len(stage)).spec(pipeline.stage_shapes(stage), x, *context)
+    spec = pipeline.split(None, len(stage)).spec(pipeline.stage_shapes(stage), x, *rest)
     size = x.size * x.dtype.itemsize
     return spec.nbytes() | {"activation": size, "gradient": size, "loss": size}
 

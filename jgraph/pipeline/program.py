@@ -227,9 +227,18 @@ class Pipeline(Placement, StageFunctions):
         # Without shardings, because these shapes are used outside the mesh.
         return tuple(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), args))
 
+    def stage_args(self, inputs: Batch, key: Key | None = None) -> tuple[jax.ShapeDtypeStruct, *tuple[Tree, ...]]:
+        """Returns the shapes of the arguments of a stage after the parameters: `inputs`, and key data if layers take a key."""
+
+        def data() -> Array:
+            return jax.random.key_data(jax.random.key(0) if key is None else key)
+
+        keys = [jax.eval_shape(data)] if self.model.takes_key else []
+        return (*self.inputs(inputs), *keys)
+
     def layer_shapes(self, inputs: Batch) -> tuple[StageParams, tuple[jax.ShapeDtypeStruct, *tuple[Tree, ...]]]:
-        """Returns the shapes of the arguments of a stage of one layer."""
-        return self.stage_shapes(without_ranks(self.shapes.layers[0][:1])), self.inputs(inputs)
+        """Returns the shapes of the arguments of a stage of one layer: `stage_shapes`, and `stage_args`."""
+        return self.stage_shapes(without_ranks(self.shapes.layers[0][:1])), self.stage_args(inputs)
 
     def stage_shapes(self, layers: list[Params]) -> StageParams:
         """Returns the cast shapes of the first argument of a stage of these layers; None for FP8 weights."""

@@ -62,6 +62,14 @@ def test_a_batch_norm_over_the_batch_axes_has_the_same_losses_on_any_devices(tmp
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("flags", [(), ("--pp-engine", "dispatch", "--schedule", "1f1b")], ids=["program", "dispatch"])
+def test_a_pipeline_with_dropout_trains(tmp_path, flags):
+    settings = ("--steps", "2", "--num-microbatches", "4", "--model.width", "8", "--pp", "2", "--schedule", "auto")
+    assert run(tmp_path, "StackedWithDropout", *settings, *flags) == 0
+    assert np.isfinite(np.array(tiny.losses(tmp_path), float)[-1]).all()
+
+
+@pytest.mark.long
 @pytest.mark.once
 def test_running_statistics_of_layers_are_the_same_in_a_pipeline(tmp_path):
     settings = ("--num-microbatches", "4", "--model.width", "8")
