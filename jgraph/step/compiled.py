@@ -10,11 +10,12 @@ import jax
 import numpy as np
 
 from jgraph.dispatch import in_turn
-from jgraph.errors import ShapeError
+from jgraph.errors import NonFiniteError, ShapeError
 from jgraph.step.state import StepMetrics, TrainState
 from jgraph.strategies.base import GradientProgram
 from jgraph.types import Batch
 from jgraph.xla import CaptureReport
+from jgraph.xla.donation import alias_map
 from jgraph.xla.explain import Memory
 
 
@@ -50,6 +51,7 @@ class CompiledStep:
             (state, metrics): the new state in the same buffers, and the metrics of the step as arrays on the devices.
 
         Raises:
+            NonFiniteError: If `jax_debug_nans` is set, and the step returns NaN. JAX does not donate the state then.
             ShapeError: If the step runs on a mesh, and `batch` is not from `TrainStep.place` or has another size.
             TypeError: By JAX, if the structure, shapes or dtypes of the arguments differ from the compiled ones in another way.
             ValueError: By JAX, if the shardings of the state differ from the compiled ones.
@@ -57,7 +59,12 @@ class CompiledStep:
         try:
             inputs = self.gradients.run(state.params, state.carry, state.step, batch)
             return in_turn(self.executable(state, inputs))
-        except (TypeError, ValueError) as e:  # JAX's error about an argument that does not fit
+        except Exception as e:
+            if type(e).__name__ == "InternalFloatingPointError":
+                kind = e.args[-1]  # nan or inf
+                remedy = "call step.jitted()(state, step.place(batch)) to find the operation, or unset it to skip such steps"
+                message = f"the step returns {kind}, and `jax_debug_{kind}s` is set: {remedy}"
+                raise NonFiniteError(message, step=int(state.step) + 1) from e
             if message := _misplaced(batch, self.batch):
                 raise ShapeError(message) from e
             raise
@@ -81,7 +88,8 @@ class CompiledStep:
 
     def __str__(self) -> str:
         lines = [str(self.capture)] if self.capture else []
-        lines.append("state: every leaf is updated in place")
+        in_place = alias_map(self.executable)
+        lines.append("state: " + ("every leaf is updated in place" if in_place else "copied, because jax_debug_nans is set"))
         if self.memory:
             lines.append(str(self.memory))
         text = "\n".join(lines)

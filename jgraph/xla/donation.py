@@ -57,6 +57,10 @@ def check_identity(compiled: jax.stages.Compiled, state: Any) -> None:
 
     `f` returns the new state first. Only the structure of `state` is used. Raises DonationError with the paths of other leaves.
     """
+    if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue]
+        # JAX then donates nothing, so that it can run an operation again to find the NaN.
+        warnings.warn("`jax_debug_nans` is set: JAX does not donate the state, and each step copies it", stacklevel=3)
+        return
     names = [jax.tree_util.keystr(path) or "the state" for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     aliases = alias_map(compiled)
     copied = [i for i in range(len(names)) if i not in aliases]

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jgraph.errors import DonationError
+from jgraph.errors import DonationError, NonFiniteError
 from jgraph.step import train_step
 from jgraph.strategies import Replicated
 from jgraph.train.config import OptimizerConfig
@@ -340,3 +340,26 @@ def test_an_optimizer_state_returned_in_another_dtype_is_reported_by_leaf(batch,
         with pytest.raises(DonationError, match="2 of 7 leaves of the state are not updated in place") as error:
             step_of(optax.GradientTransformation(init, update)).compile(batch)
     assert error.value.leaves == (".opt_state['trace']['b']", ".opt_state['trace']['w']")
+
+
+# --- With jax_debug_nans ---
+
+
+@pytest.mark.parametrize("mesh", [False, True], ids=["one device", "mesh"])
+def test_debug_nans_reports_a_nan_and_leaves_the_state(mesh):
+    def loss(params, batch, key):
+        return jnp.mean(jnp.log(batch @ params["w"]))
+
+    params, batch = {"w": jnp.ones((4, 1))}, np.ones((2, 4), np.float32)
+    strategy = Replicated(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]) if mesh else None, params)
+    with jax.debug_nans(True):
+        step = train_step(loss, optax.adam(0.1), strategy)
+        with pytest.warns(UserWarning, match="jax_debug_nans"):
+            run = step.compile(batch)
+        assert "jax_debug_nans" in str(run)
+        state, _ = run(step.init(params), step.place(batch))
+        with pytest.raises(NonFiniteError, match="jax_debug_nans") as error:
+            run(state, step.place(-batch))
+        assert error.value.step == 2
+        state, _ = run(state, step.place(batch))
+        assert state.step == 2
