@@ -30,7 +30,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jgraph.errors import CheckpointError, JgraphError, require
 from jgraph.processes import all_gather_scalar, all_or_raise, is_process_zero
-from jgraph.types import Tree
+from jgraph.types import Leaf, Tree
 
 State = TypeVar("State", bound=Tree)
 _T = TypeVar("_T")
@@ -145,7 +145,7 @@ class Checkpoints:
         if self.latest_step == step:
             return
         with self._write_errors():
-            leaves = jax.tree.leaves(state)
+            leaves = list(map(_key_data, jax.tree.leaves(state)))
             described = _describe(state)
             sums = checksums(leaves, self._wait)
             # The digest has a checksum too, so that a flipped digit in it is not reported as another model.
@@ -258,7 +258,7 @@ class Checkpoints:
         for leaf, stored, actual in zip(saved, expected, checksums(restored), strict=True):
             if actual & _mask(digest) != stored:
                 raise _DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {stored:08x}")
-        return jax.tree.unflatten(jax.tree.structure(like), restored)
+        return jax.tree.map(_like_key, like, jax.tree.unflatten(jax.tree.structure(like), restored))
 
     def _read(self, step: int, name: str, how: ocp.args.CheckpointArgs) -> Any:
         restored, reason = _attempt(lambda: self._manager.restore(step, args=ocp.args.Composite(**{name: how}))[name])
@@ -366,7 +366,8 @@ class CheckpointReader:
                 where = self._directory / str(self.step)
                 shapes = f"{saved['shape']} in it and {list(leaf.shape)} in this run"
                 raise CheckpointError(f"checkpoint {where} does not fit this run: {name} has shape {shapes}", field=self._field)
-            aval = _placed(jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved["dtype"]), sharding=leaf.sharding))
+            dtype = leaf.dtype if _is_key(leaf) else jnp.dtype(saved["dtype"])
+            aval = _placed(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding))
             leaves[number], restore_args[number] = aval, ocp.ArrayRestoreArgs(sharding=aval.sharding, dtype=aval.dtype)
         with all_or_raise():
             found = self._restore("state", ocp.args.PyTreeRestore(leaves, restore_args=restore_args))  # pyright: ignore[reportCallIssue]
@@ -374,7 +375,7 @@ class CheckpointReader:
         for name, actual in zip(arrays, checksums(list(arrays.values())), strict=True):
             if actual & self._mask != (expected := self._sums[self._leaf(name)[0]]):
                 raise self._damaged(f"{name} has checksum {actual:08x}, not {expected:08x}")
-        return arrays
+        return {name: _like_key(like[name], array) for name, array in arrays.items()}
 
     def _leaf(self, name: str) -> tuple[int, _Described]:
         if name not in self._leaves:
@@ -539,7 +540,26 @@ def _shape(leaf: _Described | None) -> str:
 
 def _placed(leaf: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    stored = jax.eval_shape(_key_data, leaf)
+    return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding)
+
+
+def _is_key(leaf: Leaf) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _key_data(leaf: Array) -> Array:
+    """Returns the data of a random key, which Orbax stores in its place. Its implementation is in the digest, as the dtype."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _like_key(like: Leaf, stored: Array) -> Array:
+    """Inverts `_key_data`."""
+    if not _is_key(like):
+        return stored
+    impls = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(stored, impl=impls[0])
 
 
 def _first_line(error: BaseException) -> str:

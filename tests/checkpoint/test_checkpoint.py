@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jgraph.checkpoint import CheckpointReader, store
 from jgraph.checkpoint.store import Checkpoints, check_space, checksums
@@ -107,6 +108,27 @@ DAMAGES = [
     *(flip_a_byte, truncate, delete_largest, empty_directory, change_a_checksum, garble_the_digest),
     *(nest_the_digest, nest_the_digest_less),
 ]
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys_are_restored_with_their_implementation(open_checkpoints, tmp_path, impl):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    keys = jax.device_put(jax.random.split(jax.random.key(3, impl=impl)), NamedSharding(mesh, PartitionSpec("data")))
+    rest = {"key": jax.random.key(7, impl=impl), "w": jnp.ones(2)}
+    state = jax.device_put(rest, NamedSharding(mesh, PartitionSpec())) | {"keys": keys}
+    checkpoints = open_checkpoints()
+    checkpoints.save(1, state)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    _, restored = checkpoints.restore_latest(shapes)
+    for name in ("key", "keys"):
+        assert restored[name].dtype == state[name].dtype
+        assert restored[name].sharding.is_equivalent_to(state[name].sharding, state[name].ndim)
+        np.testing.assert_array_equal(jax.random.key_data(restored[name]), jax.random.key_data(state[name]))
+    with contextlib.closing(CheckpointReader(tmp_path / "checkpoints")) as reader:
+        assert reader.place({"['key']": shapes["key"]})["['key']"] == state["key"]
+    other = shapes | {"key": jax.eval_shape(lambda: jax.random.key(7, impl="unsafe_rbg"))}
+    with pytest.raises(CheckpointError, match=r"key<\w+>\[\] in the checkpoint, key<urbg>\[\]"):
+        checkpoints.restore_latest(other)
 
 
 def test_a_state_is_restored_bit_for_bit(open_checkpoints, directory):
