@@ -247,7 +247,7 @@ class TrainStep:
         # A callable tree, such as an Equinox module, is a tree.
         if callable(params) and jax.tree_util.all_leaves([params]):
             return in_turn(self.jitted_init(lambda *rest: (params(), *rest))(carried, observed))
-        checks.check_params(params, self.update.shapes)
+        checks.check_params(params, self.update.shapes)  # pyright: ignore[reportArgumentType], no function here
         return in_turn(self.jitted_init(lambda *args: args)(params, carried, observed))
 
     def jitted_init(self, make: Callable[..., tuple[Tree, ...]]) -> jax.stages.Wrapped:

@@ -89,7 +89,7 @@ def make_transform(declared: Elementwise, is_matrix: Mask) -> Transform:
 def in_float32(transform: Transform) -> Transform:
     """Returns a transform that makes its state for float32 parameters, which `update` gets for any `params_dtype`."""
 
-    def init(params: Params) -> OptState:
+    def init(params: Any) -> Any:  # optax annotates its trees as any iterables
         return transform.init(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params))
 
     return optax.GradientTransformationExtraArgs(init, transform.update)
