@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from jgraph.dispatch import in_turn
-from jgraph.errors import NonFiniteError, ShapeError
+from jgraph.errors import ConfigError, NonFiniteError, ShapeError
 from jgraph.step.state import StepMetrics, TrainState
+from jgraph.strategies import checks
 from jgraph.strategies.base import GradientProgram
 from jgraph.types import Batch
 from jgraph.xla import CaptureReport
@@ -52,22 +53,38 @@ class CompiledStep:
 
         Raises:
             NonFiniteError: If `jax_debug_nans` is set, and the step returns NaN. JAX does not donate the state then.
-            ShapeError: If the step runs on a mesh, and `batch` is not from `TrainStep.place` or has another size.
-            TypeError: By JAX, if the structure, shapes or dtypes of the arguments differ from the compiled ones in another way.
+            ConfigError: If `state` is no `TrainState`, or was donated to another call.
+            ShapeError: If the structure, shapes or dtypes of `state` or `batch` differ from the compiled ones, or the step runs
+                on a mesh and `batch` is not from `TrainStep.place`.
             ValueError: By JAX, if the shardings of the state differ from the compiled ones.
         """
         try:
+            # A program on several CPU devices that gets a donated array ends the process. NumPy arrays are not donated.
+            is_donated = getattr(state.step, "is_deleted", None)
+            if is_donated is not None and is_donated():
+                raise RuntimeError("the state was donated")
             inputs = self.gradients.run(state.params, state.carry, state.step, batch)
             return in_turn(self.executable(state, inputs))
         except Exception as e:
-            if type(e).__name__ == "InternalFloatingPointError":
-                kind = e.args[-1]  # nan or inf
-                remedy = "call step.jitted()(state, step.place(batch)) to find the operation, or unset it to skip such steps"
-                message = f"the step returns {kind}, and `jax_debug_{kind}s` is set: {remedy}"
-                raise NonFiniteError(message, step=int(state.step) + 1) from e
-            if message := _misplaced(batch, self.batch):
-                raise ShapeError(message) from e
+            self._explain(state, batch, e)
             raise
+
+    def _explain(self, state: TrainState, batch: Batch, error: Exception) -> None:
+        """Raises an error that explains the one of a call. Returns if the arguments fit."""
+        if type(error).__name__ == "InternalFloatingPointError":
+            kind = error.args[-1]  # nan or inf
+            remedy = "call step.jitted()(state, step.place(batch)) to find the operation, or unset it to skip such steps"
+            message = f"the step returns {kind}, and `jax_debug_{kind}s` is set: {remedy}"
+            raise NonFiniteError(message, step=int(state.step) + 1)
+        if not isinstance(state, TrainState):
+            swapped = "; `state` and `batch` are swapped" if isinstance(batch, TrainState) else ""
+            must = f"must be a TrainState, from step.init(params) or the last call{swapped}"
+            raise ConfigError(f"`state` is of type {type(state).__name__}: {must}", field="state")
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+            must = "must be the state that this call returned, as in state, metrics = run(state, batch)"
+            raise ConfigError(f"`state` was donated by another call: {must}", field="state")
+        checks.check_tree("`state`", state, self.executable.args_info[0][0], like="the state of this step", field="state")
+        _check_placed(batch, self.batch)
 
     @property
     def executables(self) -> Sequence[jax.stages.Compiled]:
@@ -96,17 +113,21 @@ class CompiledStep:
         return f"{self.gradients}\nupdate: {text}" if self.gradients.executables else text
 
 
-def _misplaced(batch: Batch, expected: Batch) -> str:
-    """Returns the reason why a batch is not from `TrainStep.place`. Empty if it is, or if the step runs on one device."""
-    if jax.tree.structure(batch) != jax.tree.structure(expected):
-        return ""
-    for found, like in zip(jax.tree.leaves(batch), jax.tree.leaves(expected), strict=True):
-        if like.sharding is None:
-            continue
+def _check_placed(batch: Batch, expected: Batch) -> None:
+    """Checks that a batch has the shapes that the step was compiled for, and on a mesh that it is from `TrainStep.place`."""
+    checks.check_batch(batch)
+    is_alike = jax.tree.structure(batch) == jax.tree.structure(expected)
+    for found, like in zip(jax.tree.leaves(batch), jax.tree.leaves(expected), strict=True) if is_alike else ():
         has = f"`batch` has an array of shape {list(np.shape(found))}"
-        if np.shape(found) != like.shape:
+        is_on_mesh = like.sharding is not None
+        is_placed = is_on_mesh and isinstance(found, jax.Array) and found.sharding.is_equivalent_to(like.sharding, found.ndim)
+        if is_on_mesh and not is_placed and np.shape(found) != like.shape:
             rows = like.shape[0] * like.shape[1]
-            return f"{has}: must have shape {list(like.shape)}, from {rows} rows; call `step.place(batch)`"
-        if isinstance(found, jax.Array) and not found.sharding.is_equivalent_to(like.sharding, found.ndim):
-            return f"{has} with another sharding than the step: call `step.place(batch)`"
-    return ""
+            must = f"must have shape {list(like.shape)}, from {rows} rows; call `step.place(batch)`"
+            raise ShapeError(f"{has}: {must}", field="batch")
+        if is_on_mesh and not is_placed:
+            raise ShapeError(f"{has} with another sharding than the step: call `step.place(batch)`", field="batch")
+    try:
+        checks.check_tree("`batch`", batch, expected, like="the batch of `step.compile`", field="batch")
+    except ShapeError as e:
+        raise ShapeError(f"{e}; call `step.compile` again for another batch", field="batch") from None

@@ -109,7 +109,7 @@ def check_shapes(strategy: Any) -> None:
 
 def check_params(tree: Params, shapes: Params) -> None:
     """Checks that parameters have the structure and shapes of `shapes`. Their dtypes may differ."""
-    _check_tree("`params`", tree, shapes, like="the `shapes` of the strategy", field="params", dtypes="floating")
+    check_tree("`params`", tree, shapes, like="the `shapes` of the strategy", field="params", dtypes="floating")
 
 
 def check_carried(tree: Carried, shapes: Carried) -> None:
@@ -117,7 +117,7 @@ def check_carried(tree: Carried, shapes: Carried) -> None:
     if not jax.tree.leaves(tree) and (names := leaf_names(shapes)):
         must = f"must be the initial state, because the step carries {', '.join(names)}"
         raise ShapeError(f"`carried` is {tree!r}: {must}", field="carried")
-    _check_tree("`carried`", tree, shapes, like="the `carried` of train_step", field="carried", dtypes="equal")
+    check_tree("`carried`", tree, shapes, like="the `carried` of train_step", field="carried")
 
 
 def reductions_of(carried: Carried, reductions: Reductions) -> Reductions:
@@ -153,7 +153,9 @@ def _is_reducible(kind: Reduction, dtype: DTypeLike) -> bool:
     return any(jnp.issubdtype(dtype, each) for each in kinds[kind])
 
 
-def _check_tree(label: str, tree: Tree, expected: Tree, *, like: str, field: str, dtypes: Literal["equal", "floating"]) -> None:
+def check_tree(
+    label: str, tree: Tree, expected: Tree, *, like: str, field: str, dtypes: Literal["equal", "floating"] = "equal"
+) -> None:
     """Checks `tree`, called `label` in messages, against the shapes `expected`, called `like`."""
     if (problem := _difference(label, tree, expected, like=like)) is not None:
         raise ShapeError(problem, field=field)
@@ -177,7 +179,8 @@ def check_batch(batch: Batch) -> None:
         if _is_array(leaf) and _is_numeric(leaf.dtype):
             continue
         example = f", e.g. np.full(rows, {leaf!r})" if isinstance(leaf, numbers.Number) else ""
-        must = "NumPy or JAX arrays of numbers" if _is_array(leaf) else f"only arrays with rows as first axes{example}"
+        tensor = ", e.g. tensor.numpy()" if hasattr(leaf, "numpy") else ""
+        must = f"NumPy or JAX arrays of numbers{tensor}" if _is_array(leaf) else f"only arrays with rows as first axes{example}"
         raise ShapeError(f"`batch` has {_shown(leaf)}{at(name)}: must have {must}", field="batch")
 
 
@@ -222,7 +225,7 @@ def checked_loss(loss: LossFunction | LossInParts, carried: Carried) -> LossFunc
         if not jax.tree.leaves(after) and (missing := leaf_names(carried)):
             must = f"must return jgraph.Loss(..., carried=) with {', '.join(missing)}"
             raise ShapeError(f"`loss` returns no carried state: {must}", field="loss")
-        _check_tree("the carried state that `loss` returns", after, carried, like="`carried`", field="loss", dtypes="equal")
+        check_tree("the carried state that `loss` returns", after, carried, like="`carried`", field="loss")
         # Python numbers in the carried state become arrays.
         return replace(found, carried=jax.tree.map(jnp.asarray, after)) if isinstance(found, Loss) else found
 

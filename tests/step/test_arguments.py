@@ -1,5 +1,7 @@
 """Tests that invalid arguments of a training step raise an error with the names of the argument and the leaf."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -207,11 +209,77 @@ def test_a_batch_leaf_may_be_none():
     step_of().lower(BATCH | {"mask": None})
 
 
+# --- The call of a compiled step ---
+
+
+def mesh(axis, devices=1):
+    return jax.make_mesh((devices,), (axis,), devices=jax.devices()[:devices])
+
+
+class Tensor:
+    """Like a tensor of PyTorch, which has a dtype that NumPy does not know."""
+
+    shape, dtype = (8, 6), "torch.float32"
+
+    def numpy(self):
+        return np.ones(self.shape)
+
+
+STRATEGIES = {"one device": one_device(), "two devices": jgraph.Replicated(mesh("data", 2), PARAMS)}
+CALLS = {
+    "parameters": (lambda state, batch: (PARAMS, batch), "state", "dict", "step.init(params)"),
+    "swapped arguments": (lambda state, batch: (batch, state), "state", "dict", "swapped"),
+    "another optimizer's state": (
+        lambda state, batch: (step_of(transform=optax.adam(1)).init(PARAMS), batch),
+        "state",
+        "`opt_st",
+    ),
+    "another shape": (
+        lambda state, batch: (dataclasses.replace(state, params={"w": jnp.ones(2)}), batch),
+        "state",
+        "`params/layer/b`",
+    ),
+    "no batch": (lambda state, batch: (state, None), "batch", "None"),
+    "a batch without a leaf": (lambda state, batch: (state, {}), "batch", "`x`", "`step.compile` again"),
+    "a batch with another leaf": (lambda state, batch: (state, batch | {"y": batch["x"]}), "batch", "`y`"),
+    "another dtype": (lambda state, batch: (state, {"x": batch["x"].astype(int)}), "batch", "int32[", "float32[", "`x`"),
+    "a tensor of PyTorch": (lambda state, batch: (state, {"x": Tensor()}), "batch", "torch.float32[8, 6]", "`x`", ".numpy()"),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_with_wrong_arguments_is_explained_and_leaves_the_state(case, strategy):
+    arguments, field, *words = CALLS[case]
+    step = step_of(strategy=STRATEGIES[strategy])
+    run, state, batch = step.compile(BATCH), step.init(PARAMS), step.place(BATCH)
+    assert_refused(lambda: run(*arguments(state, batch)), field, f"`{field}`", *words)
+    assert run(state, batch)[0].step == 1
+
+
+def test_a_call_with_another_number_of_rows_is_explained():
+    step = step_of()
+    run, state = step.compile(BATCH), step.init(PARAMS)
+    smaller = {"x": BATCH["x"][:4]}
+    assert_refused(lambda: run(state, smaller), "batch", "`x`", "float32[4, 6]", "float32[8, 6]", "`step.compile` again")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_state_that_was_donated_is_explained(strategy, capfd):
+    step = step_of(strategy=STRATEGIES[strategy])
+    run, state, batch = step.compile(BATCH), step.init(PARAMS), step.place(BATCH)
+    run(state, batch)
+    assert_refused(lambda: run(state, batch), "state", "`state` was donated", "state, metrics = run(state, batch)")
+    assert "INVALID_ARGUMENT" not in capfd.readouterr().err
+
+
+def test_a_step_accepts_a_state_of_numpy_arrays():
+    step = step_of()
+    state = jax.tree.map(np.asarray, step.init(PARAMS))
+    assert step.compile(BATCH)(state, BATCH)[0].step == 1
+
+
 # --- Other arguments ---
-
-
-def mesh(axis):
-    return jax.make_mesh((1,), (axis,), devices=jax.devices()[:1])
 
 
 def sharded(**arguments):

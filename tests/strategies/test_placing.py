@@ -100,7 +100,9 @@ def test_a_batch_that_is_not_placed_is_refused_and_the_state_is_not_donated(layo
     step, run = compiled(layout)
     state, rows = step.init(PARAMS), batch()
     placed = step.place(rows)
-    for wrong in (rows, jnp.asarray(rows), step.place(np.concatenate([rows, rows]))):
+    with pytest.raises(ShapeError, match=r"int8\[2, 16, 3\]: must be int8\[2, 8, 3\].*`step.compile` again"):
+        run(state, step.place(np.concatenate([rows, rows])))
+    for wrong in (rows, jnp.asarray(rows)):
         with pytest.raises(ShapeError, match=r"must have shape \[2, 8, 3\].*call `step.place\(batch\)`$"):
             run(state, wrong)
     with pytest.raises(ShapeError, match=r"with another sharding .* call `step.place\(batch\)`$"):
