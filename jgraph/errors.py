@@ -50,10 +50,16 @@ class ConfigError(JgraphError):
         return ConfigError(f"`{field}` {self.problem}", field=field)
 
 
+def shown(value: object) -> str:
+    """Returns a short `repr` of a value for a message, or its type if the `repr` is long."""
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"of type {type(value).__name__}"
+
+
 def check_choice(field: str, value: object, allowed: Collection[str]) -> None:
     """Raises ConfigError if an argument is not one of several strings."""
     if not isinstance(value, str) or value not in allowed:
-        raise ConfigError(f"`{field}` is {value!r}: must be one of {', '.join(allowed)}", field=field)
+        raise ConfigError(f"`{field}` is {shown(value)}: must be one of {', '.join(allowed)}", field=field)
 
 
 def check_types(config: Any, *, prefix: str = "") -> None:

@@ -12,7 +12,7 @@ import jax
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jgraph.errors import ConfigError, JgraphError
+from jgraph.errors import ConfigError, JgraphError, shown
 from jgraph.types import JaxDevice, Specs, Tree
 
 _T = TypeVar("_T")
@@ -233,12 +233,13 @@ def checked(mesh: Mesh, *, needs: tuple[Axis, ...], allows: tuple[Axis, ...]) ->
     """Checks the axis names of a mesh, and returns the mesh with axes of type `jax.sharding.AxisType.Auto`."""
     allowed = (*needs, *allows)
     if not isinstance(mesh, Mesh) or set(mesh.axis_names) - set(allowed) or set(needs) - set(mesh.axis_names):
-        found = f"axes {mesh.axis_names}" if isinstance(mesh, Mesh) else repr(mesh)
+        is_mesh = isinstance(mesh, Mesh)
+        found = f"has axes {mesh.axis_names}" if is_mesh else f"is {shown(mesh)}"
         optional = f", and may have {', '.join(allows)}" if allows else ""
-        raise ConfigError(
-            f"`mesh` has {found}: must be a jax.sharding.Mesh with the axes {', '.join(needs) or 'data'}{optional}",
-            field="mesh",
-        )
+        example = f'e.g. jax.make_mesh((n,), ("{needs[0] if needs else Axis.DATA}",))'
+        order = "" if is_mesh else "; the mesh comes before the shapes"
+        must = f"must be a jax.sharding.Mesh with the axes {', '.join(needs) or 'data'}{optional}, {example}{order}"
+        raise ConfigError(f"`mesh` {found}: {must}", field="mesh")
     # `jax.make_mesh` creates axes of type `AxisType.Explicit` by default. With those, the caller would have to place every
     # argument.
     return jax.sharding.Mesh(mesh.devices, mesh.axis_names)

@@ -17,7 +17,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jgraph.errors import ConfigError, require
+from jgraph.errors import ConfigError, require, shown
 from jgraph.mesh import with_batch_axes
 from jgraph.tree import leaf_names
 from jgraph.types import Annotations, Batch, Carried, Key, Leaf, Params, Reduction, Reductions, Shardings, Specs, Tree
@@ -195,7 +195,7 @@ def functional(make: Callable[[], FlaxModule], batch: Batch = None, *, key: int 
             raise ConfigError("`batch` is None: must be arrays or shapes of a batch for a Linen module", field="batch")
         return _linen(made, batch, key)
     if shapes is None:
-        raise ConfigError(f"`make` returns {made!r}: must return a Flax module, nnx.Module or linen.Module", field="make")
+        raise ConfigError(f"`make` returns {shown(made)}: must return a Flax module, nnx.Module or linen.Module", field="make")
     return _nnx(make, shapes)
 
 

@@ -21,7 +21,7 @@ from jgraph.autodiff import replay
 from jgraph.autodiff._trace import Options, Recompute, StageTrace, make_trace, replaced, run_dgrad
 from jgraph.autodiff.linear import OwnProducts
 from jgraph.autodiff.traced import MISSING, Missing, Traced
-from jgraph.errors import SplitError, check_choice
+from jgraph.errors import SplitError, check_choice, shown
 from jgraph.scopes import scope
 from jgraph.tree import leaf_names, path_name
 from jgraph.types import Params, Tree
@@ -126,11 +126,12 @@ def split_backward(
     """
     check_choice("recompute", recompute, get_args(Recompute))
     if not callable(stage_fn) and not isinstance(stage_fn, OwnProducts):
-        raise SplitError(f"`stage_fn` is {stage_fn!r}: must be a function stage_fn(params, x, *extra) -> y", field="stage_fn")
+        must = "must be a function stage_fn(params, x, *extra) -> y"
+        raise SplitError(f"`stage_fn` is {shown(stage_fn)}: {must}", field="stage_fn")
     patterns = (delay,) if isinstance(delay, str) else delay
     if patterns is not None:
         if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
-            raise SplitError(f"`delay` is {delay!r}: must be patterns of parameter paths, or None", field="delay")
+            raise SplitError(f"`delay` is {shown(delay)}: must be patterns of parameter paths, or None", field="delay")
         patterns = tuple(patterns)
     stage = stage_fn if isinstance(stage_fn, OwnProducts) else OwnProducts(stage_fn)
     return Split(Options(stage, has_aux, patterns, recompute))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh
 
-from jgraph.errors import ConfigError, check_choice
+from jgraph.errors import ConfigError, check_choice, shown
 from jgraph.layout import Layout, alone, packed
 from jgraph.mesh import PARTITIONED_AXES, Axis, checked, num_data_ranks, refused_axes, with_batch_axes
 from jgraph.pipeline._layer_state import LayerState
@@ -83,7 +83,7 @@ class Pipelined(FSDPChoices):
         super().__post_init__()
         if not isinstance(self.schedule, Schedule):
             must = "must be a jgraph.Schedule, e.g. jgraph.schedule.generate('1f1b', pp=2, microbatches=4)"
-            raise ConfigError(f"`schedule` is {self.schedule!r}: {must}", field="schedule")
+            raise ConfigError(f"`schedule` is {shown(self.schedule)}: {must}", field="schedule")
 
     def bind(self, objective: Objective) -> "BoundPipeline":
         """Binds an objective with a `PipelineModel` as its loss. Traces the model on shapes, and compiles nothing.
@@ -176,7 +176,7 @@ def _on_one_replica(fn: Callable[..., _T]) -> Callable[..., _T]:
 
 def _checked(loss: LossFunction | LossInParts) -> PipelineModel:
     if not isinstance(loss, PipelineModel):
-        raise ConfigError(f"`loss` is {loss!r}: must be a jgraph.PipelineModel with the strategy Pipelined", field="loss")
+        raise ConfigError(f"`loss` is {shown(loss)}: must be a jgraph.PipelineModel with the strategy Pipelined", field="loss")
     return loss
 
 

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from jgraph.autodiff.linear import BoundProducts, DelayedProduct, OwnProducts, Result
 from jgraph.autodiff.traced import GROUPED, MISSING, Missing, Site, Traced
-from jgraph.errors import ConfigError, SplitError
+from jgraph.errors import ConfigError, SplitError, shown
 from jgraph.kernels import amax, cast, cast_transpose
 from jgraph.kernels.blocks import Blocks
 from jgraph.precision._matmul import (
@@ -103,9 +103,9 @@ def fp8(fn: Callable[..., Tree], config: FP8Config = FP8Config()) -> "FP8Functio
         1.0
     """
     if not callable(fn):
-        raise ConfigError(f"`fn` is {fn!r}: must be a function fn(params, *args)", field="fn")
+        raise ConfigError(f"`fn` is {shown(fn)}: must be a function fn(params, *args)", field="fn")
     if not isinstance(config, FP8Config):
-        raise ConfigError(f"`config` is {config!r}: must be a jgraph.FP8Config", field="config")
+        raise ConfigError(f"`config` is {shown(config)}: must be a jgraph.FP8Config", field="config")
     return FP8Function(fn, config)
 
 

@@ -11,7 +11,7 @@ a program that does not update every array of the state in its own buffer.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal
+from typing import Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +191,11 @@ class TrainStep:
         size = sum(leaf.size for leaf in jax.tree.leaves(self.update.shapes))
         devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
         return f"TrainStep({size:,} parameters on {devices}, {type(self.bound).__name__})"
+
+    def __call__(self, *args: Tree | TrainState) -> NoReturn:
+        """Raises a ConfigError, because only the result of `compile` runs."""
+        must = "must be compiled first, as in run = step.compile(batch); state, metrics = run(state, batch)"
+        raise ConfigError(f"`step` is called: {must}", field="step")
 
     @property
     def mesh(self) -> Mesh | None:

@@ -15,7 +15,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, shown
 from jgraph.layout import Layout
 from jgraph.types import Leaf, Mask, OptState, Params, Shardings, Tree
 
@@ -79,7 +79,7 @@ def make_transform(declared: Elementwise, is_matrix: Mask) -> Transform:
     transform = declared.make(is_matrix)
     if not _is_transform(transform):
         raise ConfigError(
-            f"`transform` returns {transform!r}: must make an optax transform from a tree of bools, e.g. "
+            f"`transform` returns {shown(transform)}: must make an optax transform from a tree of bools, e.g. "
             "lambda matrices: optax.adamw(1e-3, mask=matrices)",
             field="transform",
         )
@@ -123,7 +123,9 @@ def apply_transform(
 
 def _not_a_transform(value: Any) -> ConfigError:
     must = "must be an optax transform, e.g. optax.adam(1e-3), or jgraph.elementwise of one"
-    return ConfigError(f"`transform` is {value!r}: {must}", field="transform")
+    if hasattr(value, "tx"):  # an nnx.Optimizer
+        must += "; pass its `tx`"
+    return ConfigError(f"`transform` is {shown(value)}: {must}", field="transform")
 
 
 def _missing(message: str) -> list[str]:

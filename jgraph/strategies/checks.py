@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jgraph.errors import ConfigError, ShapeError, check_choice
+from jgraph.errors import ConfigError, ShapeError, check_choice, shown
 from jgraph.layout import Description
 from jgraph.mesh import Axis
 from jgraph.precision.config import FP8Config
@@ -69,7 +69,7 @@ def check_fp8(config: FP8Config | None, batch: Batch) -> None:
     """Checks the arguments `fp8` and `batch` of a step."""
     if config is not None and not isinstance(config, FP8Config):
         must = "must be a jgraph.FP8Config, or None for no matmuls in FP8"
-        raise ConfigError(f"`fp8` is {config!r}: {must}", field="fp8")
+        raise ConfigError(f"`fp8` is {_shown(config)}: {must}", field="fp8")
     if config is not None and batch is None:
         raise ConfigError("`batch` is None: must be arrays or shapes of a whole batch with `fp8`", field="batch")
 
@@ -116,7 +116,7 @@ def check_carried(tree: Carried, shapes: Carried) -> None:
     """Checks that carried state has the structure, shapes and dtypes of the argument `carried` of `train_step`."""
     if not jax.tree.leaves(tree) and (names := leaf_names(shapes)):
         must = f"must be the initial state, because the step carries {', '.join(names)}"
-        raise ShapeError(f"`carried` is {tree!r}: {must}", field="carried")
+        raise ShapeError(f"`carried` is {_shown(tree)}: {must}", field="carried")
     check_tree("`carried`", tree, shapes, like="the `carried` of train_step", field="carried")
 
 
@@ -273,8 +273,7 @@ def _shown(value: Any) -> str:
     if _is_array(value):
         shape, dtype = _shape_and_dtype(value)
         return f"{dtype}{list(shape)}"
-    text = repr(value)
-    return text if len(text) <= 80 and "\n" not in text else f"of type {type(value).__name__}"
+    return shown(value)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, shown
 from jgraph.layout import Change, Param, each
 from jgraph.mesh import Axis, axis_names, is_bound
 from jgraph.strategies.base import BoundStrategy, Strategy
@@ -146,7 +146,8 @@ class TensorParallel:
     def __post_init__(self):
         mesh: Any = getattr(self.strategy, "mesh", None)
         if mesh is None or AXIS not in mesh.axis_names:
-            raise ConfigError(f"`strategy` is {self.strategy!r}: its mesh must have the axis {AXIS}", field="strategy")
+            must = f'its mesh must have the axis {AXIS}, e.g. jax.make_mesh((1, n), ("data", "tensor"))'
+            raise ConfigError(f"`strategy` is {shown(self.strategy)}: {must}", field="strategy")
 
     @property
     def shapes(self) -> Params:

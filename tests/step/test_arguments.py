@@ -17,6 +17,7 @@ BATCH = {"x": jnp.ones((8, 6))}
 CARRIED = {"stats": {"mean": jnp.zeros(2), "count": jnp.zeros((), jnp.int32)}}
 REDUCTIONS = {"stats": {"mean": "mean", "count": "sum"}}
 KEY = jax.random.key(3)
+LINEAR = nnx.Linear(6, 2, rngs=nnx.Rngs(0))
 SGD = optax.sgd(0.1)
 
 
@@ -85,9 +86,8 @@ def test_init_accepts_floats_of_any_precision():
 
 
 def test_init_accepts_parameters_in_a_callable_module():
-    module = nnx.Linear(6, 2, rngs=nnx.Rngs(0))
-    step = step_of(lambda module, batch, key: jnp.mean(module(batch["x"]) ** 2), strategy=one_device(module))
-    state, _ = step.compile(BATCH)(step.init(module), BATCH)
+    step = step_of(lambda module, batch, key: jnp.mean(module(batch["x"]) ** 2), strategy=one_device(LINEAR))
+    state, _ = step.compile(BATCH)(step.init(LINEAR), BATCH)
     assert state.step == 1
 
 
@@ -257,6 +257,11 @@ def test_a_call_with_wrong_arguments_is_explained_and_leaves_the_state(case, str
     assert run(state, batch)[0].step == 1
 
 
+def test_a_call_of_a_step_that_is_not_compiled_is_explained():
+    step = step_of()
+    assert_refused(lambda: step(step.init(PARAMS), BATCH), "step", "run = step.compile(batch)")
+
+
 def test_a_call_with_another_number_of_rows_is_explained():
     step = step_of()
     run, state = step.compile(BATCH), step.init(PARAMS)
@@ -289,6 +294,12 @@ def sharded(**arguments):
 MISTAKES = {
     "transform='adam'": (lambda: step_of(transform="adam"), "transform", "'adam'"),
     "transform=optax.adam": (lambda: step_of(transform=optax.adam), "transform", "optax.adam(1e-3)"),
+    "transform=nnx.Optimizer": (lambda: step_of(transform=nnx.Optimizer(LINEAR, SGD, wrt=nnx.Param)), "transform", "its `tx`"),
+    "mesh and shapes swapped": (lambda: jgraph.FullySharded(PARAMS, mesh("fsdp")), "mesh", "dict", "before the shapes"),
+    "a mesh without fsdp": (lambda: jgraph.FullySharded(mesh("data"), PARAMS), "mesh", 'jax.make_mesh((n,), ("fsdp",))'),
+    "a mesh without tensor": (lambda: jgraph.TensorParallel(one_device(), {}), "strategy", '("data", "tensor")'),
+    "a long strategy": (lambda: step_of(strategy={"w": jnp.ones((30, 30))}), "strategy", "of type dict"),
+    "a long fp8": (lambda: step_of(fp8={"w": jnp.ones((30, 30))}, batch=BATCH), "fp8", "of type dict"),
     "strategy=a mesh": (lambda: step_of(strategy=mesh("data")), "strategy", "jgraph.Replicated"),
     "strategy=a class": (lambda: step_of(strategy=jgraph.Replicated), "strategy", "jgraph.Replicated"),
     "strategy of a number": (lambda: step_of(strategy=one_device({"w": 1.0})), "strategy", "1.0", "`w`"),
