@@ -87,7 +87,9 @@ def devices_of_ranks(count: int, *, flags: str) -> list[JaxDevice]:
     processes, available = jax.process_count(), jax.device_count()
     needs = f"{flags} needs {count} device{'s' if count > 1 else ''}"
     if count > available:
-        raise ConfigError(f"{needs}, but only {available} {'is' if available == 1 else 'are'} available", field="dp")
+        is_cpu = available == 1 and jax.default_backend() == "cpu"
+        hint = f"; to simulate them on the CPU, set JAX_NUM_CPU_DEVICES={count}" if is_cpu else ""
+        raise ConfigError(f"{needs}, but only {available} {'is' if available == 1 else 'are'} available{hint}", field="dp")
     if count % processes:
         raise ConfigError(f"{needs}: must be a multiple of the {processes} processes", field="dp")
     return [device for process in range(processes) for device in jax.local_devices(process)[: count // processes]]

@@ -14,7 +14,7 @@ import pytest
 from jgraph.checkpoint.store import Checkpoints
 from jgraph.data import Batches
 from jgraph.errors import ConfigError
-from jgraph.processes import connect, launcher
+from jgraph.processes import connect, devices_of_ranks, launcher
 from jgraph.train.__main__ import main
 from jgraph.train.config import DistributedConfig, OptimizerConfig, TrainConfig
 from jgraph.train.setup import TrainSetup
@@ -150,6 +150,12 @@ def test_more_ranks_than_devices_are_refused():
     with pytest.raises(ConfigError) as error:
         TrainSetup.of(TrainConfig.of(dp=32))
     assert str(error.value) == f"`dp` 32 needs 32 devices, but only {jax.device_count()} are available"
+
+
+def test_more_ranks_than_one_cpu_are_refused_with_the_variable_that_simulates_them(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"only 1 is available; .* JAX_NUM_CPU_DEVICES=4$"):
+        devices_of_ranks(4, flags="`fsdp` 4")
 
 
 def weights_and_losses(dp: int) -> tuple[list[np.ndarray], list[float]]:
