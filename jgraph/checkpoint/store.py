@@ -18,6 +18,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, TypeVar
 
@@ -28,7 +29,7 @@ import orbax.checkpoint as ocp
 from jax import Array
 from jax.sharding import SingleDeviceSharding
 
-from jgraph.errors import CheckpointError, JgraphError, require
+from jgraph.errors import CheckpointError, JgraphError, require, shown
 from jgraph.processes import all_gather_scalar, all_or_raise, is_process_zero
 from jgraph.types import Leaf, Tree
 
@@ -53,6 +54,18 @@ class _Digest(TypedDict):
     crc: int
 
 
+@dataclass(frozen=True)
+class Names:
+    """The names of a caller's arguments in messages, and what to do about a checkpoint that does not fit."""
+
+    directory: str = "directory"
+    keep: str = "keep"
+    restart: str = "use another `directory`"
+
+
+_NAMES = Names()
+
+
 # Orbax moves old checkpoints to this directory. It would otherwise delete them file by file, and a process that is killed could
 # leave an incomplete checkpoint.
 _TRASH = "deleted"
@@ -75,6 +88,7 @@ class Checkpoints:
             ignored.
         wait: Called by `save` with the checksums that the devices compute, a list of uint32 arrays, one per leaf. Must block
             until they are computed, and return the list. A program can pass a function that raises an error after a timeout.
+        names: Names of the arguments in messages, for a program that has other arguments.
 
     Raises:
         ConfigError: If `keep` is not a positive integer.
@@ -97,14 +111,16 @@ class Checkpoints:
         *,
         warn: Callable[[str], None] = warnings.warn,
         wait: Callable[[list[Array]], list[Array]] = jax.block_until_ready,
+        names: Names = _NAMES,
     ):
         require(isinstance(keep, int) and keep > 0, "keep", repr(keep), "a positive integer")
         self._directory = Path(directory).absolute()
         self._keep = keep
         self._warn = warn
         self._wait = wait
+        self._names = names
         self._unread: tuple[int, _Digest] | None = None  # step and digest of a save that was not read back yet
-        check_path(self._directory)
+        check_path(self._directory, names=names)
         with self._write_errors():
             self._directory.mkdir(parents=True, exist_ok=True)
             self._empty_trash()
@@ -127,7 +143,7 @@ class Checkpoints:
         Raises:
             CheckpointError: If there is not enough room.
         """
-        check_space(self._directory, state, self._keep + 1 - len(self._manager.all_steps()))
+        check_space(self._directory, state, self._keep + 1 - len(self._manager.all_steps()), names=self._names)
 
     def save(self, step: int, state: Tree) -> None:
         """Starts to write a checkpoint in the background. After the call, the caller may donate the arrays of the state.
@@ -142,6 +158,7 @@ class Checkpoints:
             CheckpointError: If this checkpoint cannot be written, or the previous one cannot be written or read back. An error
                 of the background write is raised by the next call of `save`, `wait` or `close`.
         """
+        _check_leaves("state", state, "must have arrays only, e.g. jnp.asarray(1)")
         if self.latest_step == step:
             return
         with self._write_errors():
@@ -178,6 +195,7 @@ class Checkpoints:
                 if a checkpoint was saved for another step than the name of its directory; or if a damaged checkpoint cannot be
                 renamed.
         """
+        _check_leaves("like", like, "must have arrays or jax.ShapeDtypeStruct, e.g. step.canonical.shapes()")
         damaged: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
@@ -194,7 +212,7 @@ class Checkpoints:
             return step, state
         if damaged:
             names = "; ".join(f"{self._directory / str(step)} ({reason})" for step, reason in damaged.items())
-            raise CheckpointError(f"every checkpoint is damaged: {names}; restore one, or start over with `resume` off")
+            raise CheckpointError(f"every checkpoint is damaged: {names}; restore one, or {self._names.restart}")
         return None
 
     def wait(self) -> None:
@@ -244,7 +262,8 @@ class Checkpoints:
         found, why = _attempt(lambda: ocp.JsonCheckpointHandler().restore(path / "digest"))
         if reason or found != digest:
             reason = reason or why or "its digest differs"
-            raise CheckpointError(f"`run_dir`: checkpoint {path} was written but cannot be read back: {reason}; check the disk")
+            where = f"`{self._names.directory}`: checkpoint {path}"
+            raise CheckpointError(f"{where} was written but cannot be read back: {reason}; check the disk")
 
     def _restore(self, step: int, like: State) -> State:
         leaves = [_placed(leaf) for leaf in jax.tree.leaves(like)]
@@ -278,7 +297,7 @@ class Checkpoints:
             more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
             raise CheckpointError(
                 f"checkpoint {self._directory / str(step)} does not fit this run: {'; '.join(differing[:4])}{more}; "
-                "use another `run_dir` or `resume` off"
+                f"{self._names.restart}"
             )
 
     def _set_aside(self, damaged: dict[int, str]) -> None:
@@ -302,18 +321,19 @@ class Checkpoints:
     def _write_errors(self) -> Iterator[None]:
         """Converts errors of the disk, raised here or in Orbax's threads, to CheckpointError."""
         # A save may raise the error of the previous save.
-        prefix = f"`run_dir`: checkpoints in {self._directory} cannot be written"
+        names = self._names
+        prefix = f"`{names.directory}`: checkpoints in {self._directory} cannot be written"
         try:
             yield
         except JgraphError:
             raise
         except Exception as e:
             if _has_code(e, errno.ENOSPC, errno.EDQUOT):
-                why = "no space left on the disk; free some, name another `run_dir`, or lower `checkpoint_keep`"
+                why = f"no space left on the disk; free some, name another `{names.directory}`, or lower `{names.keep}`"
             elif _has_code(e, errno.EFBIG):
                 why = "a file is larger than the disk or the limit of this process (`ulimit -f`) allows"
             else:
-                why = f"{_first_line(e)}; check `run_dir`"
+                why = f"{_first_line(e)}; check `{names.directory}`"
             raise CheckpointError(f"{prefix}: {why}") from e
 
 
@@ -327,7 +347,7 @@ class CheckpointReader:
     def __init__(self, directory: Path, step: int | None = None, *, field: str = "step"):
         self._directory = Path(directory).absolute()
         self._field = field
-        check_path(self._directory, "\\")
+        check_path(self._directory, "\\", names=Names("run_dir"))
         if not self._directory.is_dir():
             raise CheckpointError(f"{directory}: there is no checkpoint yet")
         # Orbax warns if read_only is set without the other options.
@@ -436,7 +456,7 @@ def hide_tracebacks() -> None:
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)  # arrays that were not begun
 
 
-def check_path(directory: Path, refused: str = "*?[\\") -> None:
+def check_path(directory: Path, refused: str = "*?[\\", *, names: Names = _NAMES) -> None:
     """Raises CheckpointError if a path has characters that Orbax or TensorStore do not take literally."""
     # Orbax finds the files of a save by a glob: `run*` finds those of `run1` too, and `run[1]` finds none. It reads without a
     # glob. TensorStore takes a backslash for a slash, and requires UTF-8.
@@ -444,10 +464,10 @@ def check_path(directory: Path, refused: str = "*?[\\") -> None:
     found += ["a byte that is not UTF-8"] if re.search("[\ud800-\udfff]", str(directory)) else []
     if found:
         wrong = f"its path has {' and '.join(found)}; rename the directory"
-        raise CheckpointError(f"`run_dir`: checkpoints in {directory} could not be restored: {wrong}")
+        raise CheckpointError(f"`{names.directory}`: checkpoints in {directory} could not be restored: {wrong}")
 
 
-def check_space(directory: Path, state: Tree, count: int) -> None:
+def check_space(directory: Path, state: Tree, count: int, *, names: Names = _NAMES) -> None:
     """Raises CheckpointError if `count` copies of a state have more bytes than are free on the disk of a directory."""
     # An array that is sharded over devices counts in full. A missing directory counts as its nearest existing parent.
     leaves = jax.tree.leaves(state)
@@ -456,8 +476,8 @@ def check_space(directory: Path, state: Tree, count: int) -> None:
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise CheckpointError(
-            f"`run_dir`: {directory} needs {needed:,} bytes for {count} checkpoints, and {free:,} are free on its disk; "
-            "free some space, name another `run_dir`, or lower `checkpoint_keep`"
+            f"`{names.directory}`: {directory} needs {needed:,} bytes for {count} checkpoints, and {free:,} are free on its "
+            f"disk; free some space, name another `{names.directory}`, or lower `{names.keep}`"
         )
 
 
@@ -500,6 +520,13 @@ def _checksum(leaf: Array) -> Array:
 # One program for all leaves, so that XLA combines the collectives of all sums. It compiles in 2 s on two cores for the
 # 226 leaves of GPT 124M and an H200; a program for each shape took 0.9 s.
 _checksums = jax.jit(lambda leaves: [_checksum(leaf) for leaf in leaves])
+
+
+def _check_leaves(field: str, tree: Tree, must: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            at = f" at {jax.tree_util.keystr(path)}" if path else ""
+            raise CheckpointError(f"`{field}` has a leaf {shown(leaf)}{at}: {must}", field=field)
 
 
 def _describe(state: Tree) -> list[_Described]:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jgraph.checkpoint.store import Checkpoints, check_path, check_space
+from jgraph.checkpoint.store import Checkpoints, Names, check_path, check_space
 from jgraph.data import Ahead, Batches, Corpus, load
 from jgraph.dispatch import check_devices
 from jgraph.errors import ConfigError, os_errors
@@ -36,6 +36,8 @@ from jgraph.train.signals import StopRequest
 from jgraph.train.watchdog import Wait, Watchdog, hang_message
 from jgraph.xla import cache, compiler_options
 from jgraph.xla.options import known
+
+_NAMES = Names("run_dir", "checkpoint_keep", restart="use another `run_dir` or `resume` off")
 
 
 def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], str]], object]) -> Summary:
@@ -57,7 +59,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
     check_devices()
     run_dir = RunDir(Path(config.output.run_dir))
     with all_or_raise(), os_errors("run_dir", run_dir.path, "read"):
-        check_path(run_dir.checkpoints.absolute())
+        check_path(run_dir.checkpoints.absolute(), names=_NAMES)
         config = run_dir.resumed(config)
         resumes = run_dir.resumes(config.output)
     reporter = Reporter(console if is_process_zero() else Console(quiet=True), config.steps)
@@ -152,7 +154,7 @@ class _Run:
         # Process 0 decides, because it may write checkpoints while another process looks for them.
         if is_new := not all_gather_scalar(run_dir.resumes(output))[0]:
             with all_or_raise():
-                check_space(run_dir.path.absolute(), shapes, output.checkpoint_keep + 1)
+                check_space(run_dir.path.absolute(), shapes, output.checkpoint_keep + 1, names=_NAMES)
             # Both programs compile at once, and before the directory changes: an error must not replace an earlier run.
             init = partial(self.weights.load, setup) if self.weights else setup.compile_init()
             step = self.compile(setup)
@@ -160,7 +162,7 @@ class _Run:
             if is_process_zero():
                 self._write(is_new=is_new)
         wait = partial(self.watchdog.wait, lambda: "the checksums of the state for a checkpoint")
-        checkpoints = Checkpoints(run_dir.checkpoints, output.checkpoint_keep, warn=reporter.warn, wait=wait)
+        checkpoints = Checkpoints(run_dir.checkpoints, output.checkpoint_keep, warn=reporter.warn, wait=wait, names=_NAMES)
         try:
             with all_or_raise():
                 checkpoints.check_space(shapes)

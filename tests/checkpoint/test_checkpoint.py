@@ -110,6 +110,22 @@ DAMAGES = [
 ]
 
 
+def test_errors_name_the_arguments_of_the_caller(open_checkpoints, tmp_path):
+    checkpoints = open_checkpoints()
+    checkpoints.save(1, {"w": jnp.ones(2)})
+    with pytest.raises(CheckpointError, match=r"`like` has a leaf of type method: must .* step.canonical.shapes"):
+        checkpoints.restore_latest(checkpoints.restore_latest)
+    with pytest.raises(CheckpointError, match=r"`state` has a leaf 'x' at \['a'\]: must have arrays"):
+        checkpoints.save(2, {"a": "x"})
+    other = {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    with pytest.raises(CheckpointError, match=r"does not fit .*; use another `directory`$"):
+        checkpoints.restore_latest(other)
+    own = Checkpoints(tmp_path / "checkpoints", 2, names=store.Names("out", "copies", "pass `fresh`"))
+    with pytest.raises(CheckpointError, match=r"does not fit .*; pass `fresh`$"):
+        own.restore_latest(other)
+    own.close()
+
+
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_random_keys_are_restored_with_their_implementation(open_checkpoints, tmp_path, impl):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
@@ -196,7 +212,7 @@ def test_if_every_checkpoint_is_damaged_the_error_names_all_and_moves_none(open_
         open_checkpoints().restore_latest(make_state())
     assert str(directory / "1") in str(e.value)
     assert str(directory / "2") in str(e.value)
-    assert "`resume` off" in str(e.value)
+    assert "use another `directory`" in str(e.value)
     assert (directory / "1").is_dir()
     assert (directory / "2").is_dir()
     assert not warnings
@@ -268,7 +284,8 @@ def test_a_full_disk_is_reported_from_every_error(open_checkpoints, monkeypatch,
         patch.setattr(checkpoints._manager, "save", fail)
         with pytest.raises(CheckpointError, match="no space left") as e:
             checkpoints.save(1, make_state())
-    assert "`run_dir`" in str(e.value)
+    assert "`directory`" in str(e.value)
+    assert "`keep`" in str(e.value)
 
 
 @pytest.mark.parametrize(("keep", "saved"), [(2, 0), (1, 1)])
