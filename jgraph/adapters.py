@@ -23,7 +23,7 @@ from jax import Array, lax
 
 from jgraph.autodiff.traced import Site, Traced
 from jgraph.autodiff.view import View, axis_of, of_slice, view_of
-from jgraph.errors import ConfigError, require
+from jgraph.errors import ConfigError, require, shown
 from jgraph.mesh import partitioned, with_batch_axes
 from jgraph.modules import FunctionalModel, Mode
 from jgraph.pipeline import PipelineModel
@@ -230,8 +230,9 @@ def lora(
         The model with adapters. Its `init` returns the parameters of the model and new adapters.
 
     Raises:
-        ConfigError: If `rank` or `alpha` is not positive, a pattern matches no parameter, or a matching parameter has another
-            use than as the whole weight of matmuls, or its transpose, outside `jgraph.mesh.per_shard`.
+        ConfigError: If `model` is not from `jgraph.functional`, `rank` or `alpha` is not positive, a pattern matches no
+            parameter, or a matching parameter has another use than as the whole weight of matmuls, or its transpose, outside
+            `jgraph.mesh.per_shard`.
 
     Examples:
         >>> import optax
@@ -252,6 +253,7 @@ def lora(
         ...     freeze=adapted.frozen,
         ... )
     """
+    require(isinstance(model, FunctionalModel), "model", shown(model), "a model from jgraph.functional")
     require(isinstance(rank, int) and rank > 0, "rank", rank, "a positive integer")
     require(alpha > 0, "alpha", alpha, "positive")
     names = leaf_names(model.shapes)

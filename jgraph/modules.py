@@ -115,8 +115,7 @@ class FunctionalModel:
 
         Raises:
             ConfigError: If the model has mutable state and `carried` is empty, or the loss reduces over a mesh axis that is
-                neither bound nor in `BATCH_AXES`.
-            AttributeError: If an NNX module has no method `loss`.
+                neither bound nor in `BATCH_AXES`, or an NNX module has no method `loss`.
         """
         carried = carried or {}
         if (names := leaf_names(self.carried)) and not jax.tree.leaves(carried):
@@ -140,8 +139,8 @@ class FunctionalModel:
             The result of the method.
 
         Raises:
-            AttributeError: If the module has no such method.
-            ConfigError: If the method reduces over a mesh axis that is neither bound nor in `BATCH_AXES`.
+            ConfigError: If the module has no such method, or the method reduces over a mesh axis that is neither bound nor in
+                `BATCH_AXES`.
         """
         return with_batch_axes(partial(self.call, name, "evaluate"))(params, carried, jax.random.key(0), *args)[0]
 
@@ -188,9 +187,7 @@ def functional(make: Callable[[], FlaxModule], batch: Batch = None, *, key: int 
     shapes = nnx.eval_shape(build)
     made = found[0]
     if isinstance(made, nn.Module):
-        if not callable(getattr(made, "loss", None)):
-            message = f"`make` returns {type(made).__name__}: must return a module with a method loss(batch)"
-            raise ConfigError(message, field="make")
+        _method(made, "loss")
         if batch is None:
             raise ConfigError("`batch` is None: must be arrays or shapes of a batch for a Linen module", field="batch")
         return _linen(made, batch, key)
@@ -238,7 +235,7 @@ def _nnx(make: Callable[[], FlaxModule], model: nnx.Module) -> FunctionalModel:
 
     def call(name: str, mode: Mode, params: Params, carried: Carried, key: Key, *args: Tree) -> tuple[Any, Carried]:
         model = nnx.merge(graphs[mode], params, _seeded(streams, key), carried)
-        found = getattr(model, name)(*args)
+        found = _method(model, name)(*args)
         return found, split(model)[3]
 
     return FunctionalModel(shapes, carried, init, call, _named(shapes, specs), _decoder(model), reductions)
@@ -304,6 +301,14 @@ def _linen(module: nn.Module, batch: Batch, seed: int) -> FunctionalModel:
     return FunctionalModel(shapes, carried, init, call, _named(shapes, specs), _decoder(module), reductions)
 
 
+def _method(module: FlaxModule, name: str) -> Callable[..., Any]:
+    found = getattr(module, name, None)
+    if not callable(found):
+        message = f"`make` returns {type(module).__name__}: must return a module with a method {name}(batch)"
+        raise ConfigError(message, field="make")
+    return found
+
+
 def _mode(module: nn.Module, name: str, mode: Mode) -> dict[str, bool]:
     """Returns the argument `train` if the method has it: by convention, Linen modules take the mode as this argument."""
-    return {"train": mode == "train"} if "train" in inspect.signature(getattr(module, name)).parameters else {}
+    return {"train": mode == "train"} if "train" in inspect.signature(_method(module, name)).parameters else {}

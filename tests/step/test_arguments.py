@@ -291,6 +291,10 @@ def sharded(**arguments):
     return step_of(strategy=jgraph.FullySharded(mesh("fsdp"), PARAMS, **arguments))
 
 
+def bare():
+    return jgraph.functional(lambda: nnx.Linear(6, 2, rngs=nnx.Rngs(0)))
+
+
 MISTAKES = {
     "transform='adam'": (lambda: step_of(transform="adam"), "transform", "'adam'"),
     "transform=optax.adam": (lambda: step_of(transform=optax.adam), "transform", "optax.adam(1e-3)"),
@@ -300,6 +304,9 @@ MISTAKES = {
     "a mesh without tensor": (lambda: jgraph.TensorParallel(one_device(), {}), "strategy", '("data", "tensor")'),
     "a long strategy": (lambda: step_of(strategy={"w": jnp.ones((30, 30))}), "strategy", "of type dict"),
     "a long fp8": (lambda: step_of(fp8={"w": jnp.ones((30, 30))}, batch=BATCH), "fp8", "of type dict"),
+    "a model without loss": (lambda: bare().loss(bare().init()[0], BATCH, KEY), "make", "Linear", "method loss"),
+    "a method that is missing": (lambda: bare().evaluate("logits", bare().init()[0], {}), "make", "method logits"),
+    "lora of a function": (lambda: jgraph.lora(loss, BATCH, rank=2), "model", "jgraph.functional"),
     "strategy=a mesh": (lambda: step_of(strategy=mesh("data")), "strategy", "jgraph.Replicated"),
     "strategy=a class": (lambda: step_of(strategy=jgraph.Replicated), "strategy", "jgraph.Replicated"),
     "strategy of a number": (lambda: step_of(strategy=one_device({"w": 1.0})), "strategy", "1.0", "`w`"),
