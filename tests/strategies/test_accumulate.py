@@ -19,7 +19,8 @@ REDUCTIONS = {kind: kind for kind in ("max", "sum", "last")}
 
 def sums_and_grads(params, x_BD, key):
     def loss(params):
-        total = jnp.sum(jnp.tanh(x_BD @ params["w"]) * (1 + jax.random.uniform(key)))
+        # Small arguments: the derivative of tanh at large ones is a difference of almost equal numbers.
+        total = jnp.sum(jnp.tanh(x_BD / 32 @ params["w"]) * (1 + jax.random.uniform(key)))
         return total, Loss(total, carried=dict.fromkeys(REDUCTIONS, -x_BD[0, 0]))
 
     (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
@@ -49,7 +50,7 @@ def test_microbatches_are_summed_each_with_its_own_key(count, at_once):
     sums, grads = jax.jit(run(count, at_once=at_once))(PARAMS, batch_M, key)
     found = [sums_and_grads(PARAMS, batch_M[m], jax.random.fold_in(key, m)) for m in range(count)]
     np.testing.assert_allclose(sums.total, sum(each.total for each, _ in found), rtol=1e-5)
-    np.testing.assert_allclose(grads["w"], sum(each["w"] for _, each in found), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(grads["w"], sum(each["w"] for _, each in found), rtol=1e-5)
     firsts = [-8.0 * m for m in range(count)]
     assert sums.carried == {"max": 0, "sum": sum(firsts), "last": firsts[-1]}
 
