@@ -28,7 +28,7 @@ RETURNED = {
 OF_ROOMS = {("schedule", "generate"), ("data", "load")}
 # Files of protocols that strategies and models implement, and of commands, whose docstrings are their `--help`.
 PROTOCOLS = re.compile(r"jgraph/(strategies/base|train/hooks|train/model)\.py")
-COMMANDS = re.compile(r"jgraph/((.*/)?__main__|sample|evaluate|export|aot|inspect/(capture|schedule))\.py")
+COMMANDS = re.compile(r"jgraph/((.*/)?__main__|sample|evaluate|export|aot|inspect/_(capture|schedule))\.py")
 
 
 def exported() -> set[tuple[str, str]]:

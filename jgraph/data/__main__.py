@@ -15,7 +15,7 @@ import tyro
 from rich.text import Text
 
 from jgraph.cli import File, FlagConsole, command
-from jgraph.data import tokenfile
+from jgraph.data import _tokenfile
 from jgraph.data._corpus import load, side_files
 from jgraph.data._make import SHARD_TOKENS, make_token_files
 from jgraph.data._texts import FIELD, HELDOUT_FRACTION, Format, has_chats, named, weighted
@@ -67,7 +67,7 @@ def verify(directory: tyro.conf.Positional[Path], /) -> None:
     with named("directory", directory):
         sides = side_files(directory)
     for path in (*sides["train"], *sides["heldout"], *sorted(directory.glob("*.ends"))):
-        header = tokenfile.verify(path)
+        header = _tokenfile.verify(path)
         print(f"{path.name}: {header.num_tokens:,} {'ends' if path.suffix == '.ends' else 'tokens'}, matches the header")
 
 
@@ -149,7 +149,7 @@ def _show_chat(names: list[str], tokenizer: Path | None, template: Path | None, 
     print(f"total: {conversations:,} conversations, {tokens:,} tokens, {trained:,} trained")
 
 
-main = command("python -m jgraph.data", f"{__doc__}\n{tokenfile.__doc__}", make, verify, show)
+main = command("python -m jgraph.data", f"{__doc__}\n{_tokenfile.__doc__}", make, verify, show)
 
 if __name__ == "__main__":
     sys.exit(main())

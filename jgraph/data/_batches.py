@@ -21,7 +21,7 @@ import numpy as np
 
 from jgraph.data._orders import Index, RowOrder, Span, shuffled_documents, shuffled_rows, shuffled_windows
 from jgraph.data._texts import Documents
-from jgraph.data.tokenfile import Tokens
+from jgraph.data._tokenfile import Tokens
 from jgraph.errors import DataError, require
 
 # B batch, T sequence, S = T + 1

@@ -26,8 +26,8 @@ from jgraph.data._batches import Source
 from jgraph.data._orders import Index
 from jgraph.data._rows import Conversation, Truncate, pack_rows
 from jgraph.data._texts import FIELD, Documents, Format
+from jgraph.data._tokenfile import ENDS_FILE, Concatenated, TokenFile, Tokens, read_tokens
 from jgraph.data.chat import ChatReader
-from jgraph.data.tokenfile import ENDS_FILE, Concatenated, TokenFile, Tokens, read_tokens
 from jgraph.data.tokenizer import TOKENIZER_FILE, Tokenizer, vocabulary
 from jgraph.errors import DataError
 

@@ -23,7 +23,7 @@ from jgraph.data._texts import (
     new_folder,
     read,
 )
-from jgraph.data.tokenfile import ENDS_FILE, read_tokens, write_tokens
+from jgraph.data._tokenfile import ENDS_FILE, read_tokens, write_tokens
 from jgraph.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer, tokenizer_files
 from jgraph.errors import DataError, download_hint, os_errors, require
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jgraph.data._texts import check_links, decode_utf8, library, without_surrogates
-from jgraph.data.tokenfile import token_dtype
+from jgraph.data._tokenfile import token_dtype
 from jgraph.errors import DataError
 
 TOKENIZER_FILE = "tokenizer.json"

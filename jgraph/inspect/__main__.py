@@ -12,8 +12,8 @@
 import sys
 
 from jgraph.cli import command
-from jgraph.inspect.capture import capture
-from jgraph.inspect.schedule import schedule
+from jgraph.inspect._capture import capture
+from jgraph.inspect._schedule import schedule
 
 main = command("python -m jgraph.inspect", __doc__, schedule, capture)
 

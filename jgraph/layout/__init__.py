@@ -1,10 +1,10 @@
 """Layouts: how the parameters of a model are stored as the arrays of a step."""
 
-from jgraph.layout.layout import Change, Layout, MakeLayout, alone, described, each, filled, named
+from jgraph.layout._layout import Change, Layout, MakeLayout, alone, described, each, filled, named
+from jgraph.layout._param import Description, Param
+from jgraph.layout._stacked import Stacked, StackedTree
 from jgraph.layout.packed import Packing, packed
-from jgraph.layout.param import Description, Param
 from jgraph.layout.sharded import Shard, sharded
-from jgraph.layout.stacked import Stacked, StackedTree
 
 __all__ = [
     "Change",

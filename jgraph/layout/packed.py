@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.layout.layout import Layout, MakeLayout, Whole, named
-from jgraph.layout.param import Description, Param
+from jgraph.layout._layout import Layout, MakeLayout, Whole, named
+from jgraph.layout._param import Description, Param
 from jgraph.mesh import Axis
 from jgraph.tree import leaf_names
 from jgraph.types import Arrays, TreeDef

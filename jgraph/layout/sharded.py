@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jgraph.errors import ConfigError
-from jgraph.layout.layout import Change, MakeLayout, each
-from jgraph.layout.param import Param
+from jgraph.layout._layout import Change, MakeLayout, each
+from jgraph.layout._param import Param
 from jgraph.mesh import Axis, per_shard
 
 AXIS = Axis.FSDP.value

@@ -1,10 +1,10 @@
 """Pipeline parallelism: a model in stages, and a schedule as one SPMD program or as executables that the host starts."""
 
-from jgraph.pipeline.autotune import choose as choose, find_schedule as find_schedule, measure as measure
-from jgraph.pipeline.partition import (
+from jgraph.pipeline._autotune import choose as choose, find_schedule as find_schedule, measure as measure
+from jgraph.pipeline._partition import (
     PipelineModel as PipelineModel,
     StageAssignment as StageAssignment,
     split_embedding as split_embedding,
 )
-from jgraph.pipeline.program import Pipeline as Pipeline
-from jgraph.pipeline.strategy import Pipelined as Pipelined
+from jgraph.pipeline._program import Pipeline as Pipeline
+from jgraph.pipeline._strategy import Pipelined as Pipelined

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from jgraph.errors import ConfigError, ShapeError
-from jgraph.pipeline.partition import AXIS, PipelineModel, StageAssignment
+from jgraph.pipeline._partition import AXIS, PipelineModel, StageAssignment
 from jgraph.strategies.objective import before_any, merged, reduced
 from jgraph.types import Carried, Reduction, Reductions, TreeOf
 

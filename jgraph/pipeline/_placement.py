@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.layout import Layout, Param, Stacked, StackedTree, sharded
 from jgraph.mesh import Axis
-from jgraph.pipeline.partition import PipelineModel, StageAssignment
+from jgraph.pipeline._partition import PipelineModel, StageAssignment
 from jgraph.schedule import Schedule
 from jgraph.strategies.sharding import FSDPChoices, wanted
 from jgraph.tree import leaf_names

@@ -21,7 +21,7 @@ from jax import Array, lax
 from jgraph.errors import ConfigError
 from jgraph.kernels import amax
 from jgraph.layout import Shard
-from jgraph.pipeline.partition import AXIS, StageAssignment
+from jgraph.pipeline._partition import AXIS, StageAssignment
 from jgraph.precision.config import FP8Config
 from jgraph.precision.loss import quantized
 from jgraph.precision.scaling import AmaxHistory

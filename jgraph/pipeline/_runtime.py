@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array, lax
 
 from jgraph.autodiff import Residuals, Stash
+from jgraph.pipeline._partition import AXIS
 from jgraph.pipeline._stage import StageExecutor, StageGrads
-from jgraph.pipeline.partition import AXIS
 from jgraph.schedule.action import FORWARD
 from jgraph.schedule.tables import ScheduleTables
 from jgraph.scopes import scope
@@ -60,7 +60,7 @@ class Pool:
 class State:
     """The state of a rank between two ticks. Immutable; methods return a new state."""
 
-    # The pools of `jgraph.schedule.slots`, and `loss`: gradients from the loss for the output of the last stage
+    # The pools of `jgraph.schedule._slots`, and `loss`: gradients from the loss for the output of the last stage
     pools: dict[str, Pool]
     grads: tuple[StageGrads, ...]  # of each chunk, summed over microbatches
     outer: Params  # gradients of embedding and head, float32 sums over microbatches

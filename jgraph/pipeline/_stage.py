@@ -13,7 +13,7 @@ from jgraph.autodiff import Residuals, Spec, Split, Stash
 from jgraph.errors import ShapeError
 from jgraph.layout import StackedTree
 from jgraph.pipeline._layer_state import Bits, LayerState
-from jgraph.pipeline.partition import AXIS, PipelineModel
+from jgraph.pipeline._partition import AXIS, PipelineModel
 from jgraph.precision.transform import Weights
 from jgraph.scopes import scope
 from jgraph.strategies.objective import merged

@@ -14,9 +14,9 @@ from jax.typing import DTypeLike
 from jgraph.autodiff import Recompute, Split, split_backward
 from jgraph.layout import Param
 from jgraph.pipeline._layer_state import Bits, LayerState
+from jgraph.pipeline._partition import PipelineModel
 from jgraph.pipeline._precision import FP8Precision, StageFunction, StagePrecision
 from jgraph.pipeline._stage import Given
-from jgraph.pipeline.partition import PipelineModel
 from jgraph.precision.transform import FP8Trace
 from jgraph.tree import path_name
 from jgraph.types import Carried, Key, Leaf, Params, Tree

@@ -15,7 +15,7 @@ from jgraph.callables.shaped import Shaped, shape_callable
 from jgraph.device import peak_flops
 from jgraph.layout import Change, Layout, Param, alone, each, filled, named, packed
 from jgraph.pipeline._ends import End, EndPlace
-from jgraph.pipeline.program import Pipeline
+from jgraph.pipeline._program import Pipeline
 from jgraph.strategies.base import Options
 from jgraph.tree import leaf_names
 from jgraph.types import Batch, Carried, JaxDevice, Params, TreeOf

@@ -26,9 +26,9 @@ from jgraph.errors import require
 from jgraph.layout import Layout, StackedTree
 from jgraph.mesh import Axis, batch_axes
 from jgraph.pipeline._ends import End, part_shape
+from jgraph.pipeline._program import Pipeline, PipelineParams, StepResult
 from jgraph.pipeline._stage import StageInputs
 from jgraph.pipeline._stages import Begun, Stage, chunk_layout, numbered, plan_of, shard, stages_of
-from jgraph.pipeline.program import Pipeline, PipelineParams, StepResult
 from jgraph.strategies.base import Options
 from jgraph.strategies.objective import Carry
 from jgraph.tree import leaf_names

@@ -12,8 +12,8 @@ from jgraph.autodiff.linear import Result
 from jgraph.errors import ConfigError
 from jgraph.layout import Shard
 from jgraph.mesh import Axis
+from jgraph.precision._fuse import fused
 from jgraph.precision.config import FP8Config
-from jgraph.precision.fuse import fused
 from jgraph.precision.transform import FP8Function, FP8Trace, Product, Weights
 from jgraph.types import Arrays, Observed, Params, Tree
 from jgraph.xla.explain import FP8Products

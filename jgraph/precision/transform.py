@@ -22,6 +22,7 @@ from jgraph.autodiff.traced import GROUPED, MISSING, Missing, Site, Traced
 from jgraph.errors import ConfigError, SplitError, shown
 from jgraph.kernels import amax, cast, cast_transpose
 from jgraph.kernels.blocks import Blocks
+from jgraph.precision._fuse import fused
 from jgraph.precision._matmul import (
     CalibratedProduct,
     DelayedFP8Product,
@@ -35,7 +36,6 @@ from jgraph.precision._matmul import (
     wgrad_precision,
 )
 from jgraph.precision.config import DEFAULT_KEEP, FP8Config
-from jgraph.precision.fuse import fused
 from jgraph.precision.scaling import AmaxHistory, FP8Array, observe, scale_for
 from jgraph.scopes import scope
 from jgraph.tree import is_adapter, is_router, matching

@@ -16,7 +16,7 @@ import tyro
 from jgraph.cli import File, command
 from jgraph.errors import os_errors
 from jgraph.page import render
-from jgraph.report.runs import compared
+from jgraph.report._runs import compared
 
 
 def report(

@@ -6,10 +6,10 @@ from itertools import product
 
 from jgraph.errors import OrderError
 from jgraph.schedule._generate import NAMES, generate
+from jgraph.schedule._slots import check_sizes
 from jgraph.schedule.action import FORWARD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.simulate import Costs, Execution, simulate
-from jgraph.schedule.slots import check_sizes
 
 
 @dataclass(frozen=True)

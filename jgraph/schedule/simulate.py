@@ -8,9 +8,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from jgraph.errors import OrderError, check_choice
+from jgraph.schedule._slots import check_sizes, live_spans
 from jgraph.schedule.action import DGRAD, KINDS, WGRAD, check_integer
 from jgraph.schedule.schedule import Schedule
-from jgraph.schedule.slots import check_sizes, live_spans
 
 # Synchronization of ranks.
 # dataflow: an action starts as soon as its rank is free and its input has arrived. Only here, ticks do not matter.

@@ -17,9 +17,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from jgraph.errors import OrderError, check_choice
+from jgraph.schedule._slots import POOLS, assign, live_ranges
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, KINDS, WGRAD, Kind
 from jgraph.schedule.schedule import Schedule
-from jgraph.schedule.slots import POOLS, assign, live_ranges
 
 # T ticks, P ranks, S stages, M microbatches
 

@@ -19,8 +19,8 @@ from jgraph.errors import ConfigError, check_choice, require
 from jgraph.layout import Description, Layout, MakeLayout, Param, Shard, described
 from jgraph.mesh import PARTITIONED_AXES, Axis
 from jgraph.precision.config import XLA_OPTIONS as FP8_XLA_OPTIONS, FP8Config
+from jgraph.strategies._overlap import reduce_in_buckets
 from jgraph.strategies.checks import check_count, float_dtype, strings
-from jgraph.strategies.overlap import reduce_in_buckets
 from jgraph.tree import matching
 from jgraph.types import Annotations, Arrays, Observed, Tree, TreeOf
 

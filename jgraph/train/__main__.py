@@ -102,7 +102,7 @@ def _run(args: list[str], prog: str) -> int:
         return 0
     # Imported after the flags are checked, because importing jax takes seconds.
     from jgraph.checkpoint.store import hide_tracebacks
-    from jgraph.train.trainer import train
+    from jgraph.train._trainer import train
 
     hide_tracebacks()
     summary = train(config, console=FlagConsole(FIELDS), end=functools.partial(cli.end_at_once, prog, fields=FIELDS))

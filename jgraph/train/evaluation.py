@@ -11,11 +11,11 @@ import numpy as np
 from jgraph.data import Corpus, has_chats, is_text, load
 from jgraph.errors import ConfigError, DataError
 from jgraph.processes import devices_of_ranks
+from jgraph.train._validation import evaluator, heldout
+from jgraph.train._watchdog import Watchdog
 from jgraph.train.config import TrainConfig
 from jgraph.train.loaded import Source, is_folder, opened
 from jgraph.train.setup import TrainSetup
-from jgraph.train.validation import evaluator, heldout
-from jgraph.train.watchdog import Watchdog
 
 _LONGEST, _ROWS = 1024, 8  # for a folder: maximum tokens per sequence, and sequences per batch
 # An evaluation uses these settings of the run. All others have their defaults, so that any number of devices can be used.

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from jgraph.errors import os_errors
+from jgraph.train._trackers import Tracker
 from jgraph.train.rundir import replace_text
-from jgraph.train.trackers import Tracker
 
 
 def peak_memory_bytes(device: Any) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 from jgraph.errors import ConfigError, os_errors
 from jgraph.settings import flatten
 from jgraph.train._output_config import OutputConfig
+from jgraph.train._resume import differences, flat_saved, resumed_schedule
 from jgraph.train.config import TrainConfig
 from jgraph.train.model import is_class_name
-from jgraph.train.resume import differences, flat_saved, resumed_schedule
 
 ORIGIN = "origin"
 """Subdirectory with copies of the small files of the initial weights and the data, such as a tokenizer."""

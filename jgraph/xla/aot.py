@@ -30,8 +30,8 @@ import numpy as np
 from jgraph.device import DEVICES
 from jgraph.errors import TargetError, os_errors
 from jgraph.types import JaxDevice, Tree
+from jgraph.xla._capture import CaptureReport, compile_and_report
 from jgraph.xla.cache import UNREADABLE, user_cache
-from jgraph.xla.capture import CaptureReport, compile_and_report
 from jgraph.xla.donation import without_warning
 from jgraph.xla.options import OptionValue
 

@@ -12,7 +12,7 @@ import numpy as np
 from jgraph.errors import ConfigError
 from jgraph.types import Leaf, Tree
 from jgraph.xla import aot
-from jgraph.xla.capture import CaptureReport, compile_and_report
+from jgraph.xla._capture import CaptureReport, compile_and_report
 from jgraph.xla.donation import UNUSABLE, Donation, donations, without_warning
 from jgraph.xla.hlo import COLLECTIVES, HloModule, Instruction
 from jgraph.xla.options import OptionValue

@@ -256,7 +256,7 @@ def test_live_arrays_match_the_slots_of_the_order(order, monkeypatch):
 
 def live_by_slots(schedule, graphed):
     """Returns the number of live arrays after each action, from the live ranges and the arrays of each pool."""
-    from jgraph.schedule.slots import live_ranges
+    from jgraph.schedule._slots import live_ranges
 
     ranges = live_ranges(schedule)
     part = graphed[0].shaped

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, normalizers
 
 from jgraph.data import load, make_token_files, write_tokens
 from jgraph.data.__main__ import main
-from jgraph.data.tokenfile import read_header, read_tokens, verify
+from jgraph.data._tokenfile import read_header, read_tokens, verify
 from jgraph.data.tokenizer import Tokenizer as Reader
 from jgraph.errors import ConfigError, DataError
 

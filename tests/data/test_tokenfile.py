@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jgraph.data import Batches, Concatenated, TokenFile, heldout_batches, write_tokens
-from jgraph.data.tokenfile import read_header, read_tokens, verify
+from jgraph.data._tokenfile import read_header, read_tokens, verify
 from jgraph.errors import DataError
 
 

@@ -15,7 +15,7 @@ from jgraph.errors import ConfigError
 from jgraph.inference import generate as generating
 from jgraph.inference.generate import ENDED
 from jgraph.moe import MoEConfig
-from jgraph.train import validation
+from jgraph.train import _validation
 from jgraph.train.config import TrainConfig
 from jgraph.train.setup import TrainSetup
 from jgraph.xla import check_identity
@@ -128,8 +128,8 @@ def test_a_run_samples_with_the_biases_of_its_router():
     setup = TrainSetup.of(TrainConfig.of(model=GPTConfig(**sizes), batch_size=1, seq_len=8))
     state = setup.init()
     state = dataclasses.replace(state, carried=with_biases(state.carried))
-    (token,) = rows(jgraph.generate(validation.decoder(setup), state, PROMPTS[:1], max_tokens=1, temperature=0))[0]
-    assert token == int(jnp.argmax(validation.logits(setup, state, jnp.array(PROMPTS[:1]))[0, -1]))
+    (token,) = rows(jgraph.generate(_validation.decoder(setup), state, PROMPTS[:1], max_tokens=1, temperature=0))[0]
+    assert token == int(jnp.argmax(_validation.logits(setup, state, jnp.array(PROMPTS[:1]))[0, -1]))
 
 
 @pytest.mark.once

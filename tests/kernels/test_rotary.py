@@ -12,7 +12,7 @@ from jgraph.errors import ShapeError
 from jgraph.kernels import cast_transpose
 from jgraph.kernels.quantize import RotatedBack
 from jgraph.kernels.rotary import GRADIENT, rotated_heads
-from jgraph.precision.fuse import fused
+from jgraph.precision._fuse import fused
 from jgraph.xla import aot
 from jgraph_models.rotary import halves, rotary, rotate
 

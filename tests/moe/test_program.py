@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 import jgraph
-from jgraph.precision.fuse import fused
+from jgraph.precision._fuse import fused
 from jgraph.xla import aot, explain
 
 

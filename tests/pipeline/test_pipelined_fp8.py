@@ -14,8 +14,8 @@ from jax.extend import core
 import jgraph
 from jgraph import FP8Config
 from jgraph.errors import ConfigError
-from jgraph.pipeline import Pipelined, PipelineModel, autotune
-from jgraph.pipeline.memory import bytes_per_rank, slot_bytes
+from jgraph.pipeline import Pipelined, PipelineModel, _autotune
+from jgraph.pipeline._memory import bytes_per_rank, slot_bytes
 from jgraph.schedule import generate
 from jgraph.step import train_step
 from jgraph.strategies import Loss, Replicated
@@ -362,8 +362,8 @@ def test_a_pipeline_without_histories_uses_the_initial_histories():
 @pytest.mark.once
 @pytest.mark.parametrize("kind", ["plain", "stacked"])
 def test_autotuning_measures_an_fp8_layer(monkeypatch, kind):
-    monkeypatch.setattr(autotune, "_SECONDS", 0.001)
+    monkeypatch.setattr(_autotune, "_SECONDS", 0.001)
     step = pipeline_step(kind=kind)
     batch_M = jax.tree.map(lambda leaf: leaf.reshape(M, B, -1), batch_of(M * B))
-    parts = autotune.measure(step.bound.pipeline, batch_M)
+    parts = _autotune.measure(step.bound.pipeline, batch_M)
     assert min(parts.forward, parts.dgrad, parts.wgrad) > 0

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jgraph.layout import named
 from jgraph.pipeline import Pipeline, PipelineModel, _runtime
-from jgraph.pipeline.memory import bytes_per_rank
+from jgraph.pipeline._memory import bytes_per_rank
 from jgraph.schedule import generate
 from jgraph.xla import aot
 from tests.pipeline import model

@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings, strategies as st
 
 from jgraph.errors import OrderError
 from jgraph.schedule import NAMES, Schedule, assign, generate, tabulate
+from jgraph.schedule._slots import POOLS
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD
-from jgraph.schedule.slots import POOLS
 from jgraph.schedule.tables import ScheduleTables, TickTable, Writing
 from tests.schedule.strategies import delayed_ticks, schedules
 

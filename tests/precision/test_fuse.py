@@ -11,7 +11,7 @@ from flax import nnx
 import jgraph
 from jgraph.kernels.quantize import CALLS
 from jgraph.precision import transform
-from jgraph.precision.fuse import fused
+from jgraph.precision._fuse import fused
 from tests.kernels.test_quantize import assert_within_one_step
 
 pytestmark = pytest.mark.long

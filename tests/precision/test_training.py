@@ -3,7 +3,7 @@
 import pytest
 
 from jgraph.errors import ConfigError
-from jgraph.pipeline import autotune
+from jgraph.pipeline import _autotune
 from jgraph.precision.config import FP8Config
 from jgraph.schedule import NAMES
 from jgraph.train.config import TrainConfig
@@ -75,7 +75,7 @@ def test_a_run_of_a_user_model_resumes_with_delayed_scaling(tmp_path, monkeypatc
 @pytest.mark.long
 @pytest.mark.once
 def test_auto_measures_schedules_with_fp8_layers(monkeypatch):
-    monkeypatch.setattr(autotune, "_SECONDS", 0.001)
+    monkeypatch.setattr(_autotune, "_SECONDS", 0.001)
     fp8 = FP8Config(recipe="delayed")
     setup = TrainSetup.of(config_of(pp=2, schedule="auto", precision="fp8", fp8=fp8, num_layers=3, num_microbatches=2))
     assert setup.step.bound.pipeline.schedule.name in NAMES

@@ -8,7 +8,7 @@ import pytest
 from jgraph.errors import ConfigError
 from jgraph.page import render
 from jgraph.report.__main__ import main
-from jgraph.report.runs import compared, thinned
+from jgraph.report._runs import compared, thinned
 from jgraph.train.config import OptimizerConfig, TrainConfig
 from jgraph.train.rundir import RunDir
 from tests import browser

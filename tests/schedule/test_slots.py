@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jgraph.schedule import NAMES, POOLS, Order, Schedule, assign, generate
+from jgraph.schedule._slots import live_ranges
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD
-from jgraph.schedule.slots import live_ranges
 from tests.schedule.referee import Foul, counted, referee
 from tests.schedule.strategies import delayed_ticks, random_schedule
 

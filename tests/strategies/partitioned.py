@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jgraph.layout import Layout, Param, described
 from jgraph.mesh import checked
-from jgraph.strategies.accumulate import accumulate
+from jgraph.strategies._accumulate import accumulate
 from jgraph.strategies.base import GradientProgram, Options, Reports
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.objective import Carry, Loss, Objective, finished, summed

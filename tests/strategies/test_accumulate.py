@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jgraph.layout import named
 from jgraph.step import train_step
 from jgraph.strategies import FullySharded, Replicated
-from jgraph.strategies.accumulate import accumulate
+from jgraph.strategies._accumulate import accumulate
 from jgraph.strategies.objective import Carry, Loss, Objective
 
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(4, 3)}

@@ -15,13 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ConfigError
 from jgraph.layout import Shard, named, sharded
-from jgraph.pipeline.memory import bytes_per_rank
-from jgraph.pipeline.strategy import BoundPipeline
+from jgraph.pipeline._memory import bytes_per_rank
+from jgraph.pipeline._strategy import BoundPipeline
 from jgraph.precision.config import FP8Config
 from jgraph.step import train_step
 from jgraph.step.transform import state_shardings
-from jgraph.strategies import FullySharded, Replicated, overlap, sharding as fsdp
-from jgraph.strategies.accumulate import accumulate
+from jgraph.strategies import FullySharded, Replicated, _overlap, sharding as fsdp
+from jgraph.strategies._accumulate import accumulate
 from jgraph.strategies.objective import Carry, Loss, Objective
 from jgraph.train.config import TrainConfig
 from jgraph.train.setup import TrainSetup
@@ -441,7 +441,7 @@ def test_a_custom_loop_uses_the_same_xla_options_as_the_command_line(fields):
 @pytest.mark.once
 @pytest.mark.target
 def test_fp8_gradient_reductions_overlap_with_the_dgrads_of_earlier_layers(h200, monkeypatch):
-    monkeypatch.setattr(overlap, "_BUCKET_BYTES", 2**20)
+    monkeypatch.setattr(_overlap, "_BUCKET_BYTES", 2**20)
     layers, tokens = 3, 2 * 96
     options = ("xla_gpu_enable_triton_gemm=false",)  # its matmuls are fusions
     compiled, _ = compile_on_target(num_layers=layers, precision="fp8", batch_size=8, seq_len=96, xla_options=options)

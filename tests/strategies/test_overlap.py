@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgraph.strategies import overlap
+from jgraph.strategies import _overlap
 
 RNG = np.random.default_rng(0)
 PARAMS = {name: jnp.asarray(RNG.standard_normal((4, 4)), jnp.float32) for name in ("a", "b", "c", "none", "twice")}
@@ -19,14 +19,14 @@ def loss(params, x):
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 2**30])
 def test_every_gradient_is_reduced_once_and_the_aux_value_is_returned(monkeypatch, bucket_bytes):
-    monkeypatch.setattr(overlap, "_BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(_overlap, "_BUCKET_BYTES", bucket_bytes)
     backward, summed, x = jax.grad(loss, has_aux=True), [], jnp.ones((2, 4))
 
     def add(name, gradient):
         summed.append(name)
         return 2 * gradient
 
-    sums, largest = jax.jit(lambda *args: overlap.reduce_in_buckets(backward, args, add, jnp.float32))(PARAMS, x)
+    sums, largest = jax.jit(lambda *args: _overlap.reduce_in_buckets(backward, args, add, jnp.float32))(PARAMS, x)
     grads, expected_largest = backward(PARAMS, x)
     assert sorted(summed) == sorted(PARAMS)
     assert largest == expected_largest
@@ -35,7 +35,7 @@ def test_every_gradient_is_reduced_once_and_the_aux_value_is_returned(monkeypatc
 
 
 def test_the_backward_pass_waits_for_each_gradient_and_the_previous_reduction(monkeypatch):
-    monkeypatch.setattr(overlap, "_BUCKET_BYTES", 1)
+    monkeypatch.setattr(_overlap, "_BUCKET_BYTES", 1)
     backward, summed = (
         jax.grad(lambda params, x: (jnp.sum(jnp.tanh(x @ params["a"]) @ params["b"] @ params["c"]), ()), has_aux=True),
         [],
@@ -46,7 +46,7 @@ def test_the_backward_pass_waits_for_each_gradient_and_the_previous_reduction(mo
         return jnp.sin(gradient)
 
     params = {name: PARAMS[name] for name in "abc"}
-    jaxpr = jax.make_jaxpr(lambda *args: overlap.reduce_in_buckets(backward, args, add, jnp.float32)[0])(
+    jaxpr = jax.make_jaxpr(lambda *args: _overlap.reduce_in_buckets(backward, args, add, jnp.float32)[0])(
         params, jnp.ones((2, 4))
     ).jaxpr
     barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jgraph.train import capacity, trainer
+from jgraph.train import _capacity, _trainer
 from jgraph.train.__main__ import main
-from jgraph.train.capacity import Halt
+from jgraph.train._capacity import Halt
 from jgraph.train.config import TrainConfig
 from tests import own, tiny
 
@@ -78,7 +78,7 @@ def test_a_run_that_stops_before_it_finds_the_halt_is_saved_before_the_halted_st
         return stops
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "agreed_stop", agreed_stop)
+        patch.setattr(_trainer, "agreed_stop", agreed_stop)
         assert run(tmp_path, "--log-every", "14") == 143
     out = capsys.readouterr().out
     assert len(replay_lines(out)) == 1
@@ -119,9 +119,9 @@ def test_capacity_grows_to_a_quarter_more_than_needed_and_at_most_to_all_rows(tm
     config = TrainConfig.of(
         module="tests.own:Spilling", model=own.SpillingSettings(own.SpillingMoE(0.5)), batch_size=4, seq_len=32
     )
-    grown, _ = capacity.grown(config, Halt(3, 65))
+    grown, _ = _capacity.grown(config, Halt(3, 65))
     assert grown.model.moe.capacity == 0.64
-    assert capacity.grown(grown, Halt(3, 120))[0].model.moe.capacity == 1.0
+    assert _capacity.grown(grown, Halt(3, 120))[0].model.moe.capacity == 1.0
     for needed in (64, 1):
         with pytest.raises(ValueError, match=r"more rows than `model\.moe\.capacity` allows"):
-            capacity.grown(config, Halt(3, needed))
+            _capacity.grown(config, Halt(3, needed))

@@ -17,7 +17,7 @@ from jgraph.data import Batches, load
 from jgraph.data._texts import count_heldout
 from jgraph.data.chat import ChatReader
 from jgraph.errors import ConfigError, DataError
-from jgraph.train import evaluation, validation
+from jgraph.train import _validation, evaluation
 from jgraph.train.__main__ import main, parse
 from jgraph.train.config import TrainConfig
 from jgraph.train.rundir import RunDir
@@ -263,10 +263,10 @@ def test_chat_records_are_recognized_by_their_fields(tmp_path, data):
 
 def test_the_sample_of_a_chat_run_begins_with_a_conversation_up_to_the_first_turn_of_the_assistant(data, monkeypatch):
     corpus = load(str(data), seq_len=T, vocab_size=None, format="chat", template=data.parent / "template.jinja")
-    monkeypatch.setattr("jgraph.train.validation.generate", lambda *args, **options: [args[2][0][:0]])
-    monkeypatch.setattr("jgraph.train.validation.decoder", lambda setup: None)
+    monkeypatch.setattr("jgraph.train._validation.generate", lambda *args, **options: [args[2][0][:0]])
+    monkeypatch.setattr("jgraph.train._validation.decoder", lambda setup: None)
     config = TrainConfig.of(seq_len=T, data=str(data), data_format="chat", sample_tokens=4)
-    prompt, _ = validation.sample(types.SimpleNamespace(config=config), None, corpus)  # pyright: ignore[reportArgumentType]
+    prompt, _ = _validation.sample(types.SimpleNamespace(config=config), None, corpus)  # pyright: ignore[reportArgumentType]
     assert re.fullmatch(r"<user>\d+ \+ 1\?</s><assistant>", prompt)
 
 

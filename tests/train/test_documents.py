@@ -13,7 +13,7 @@ from flax import nnx
 
 from jgraph.data import apart
 from jgraph.errors import ConfigError
-from jgraph.train import validation
+from jgraph.train import _validation
 from jgraph.train.config import OptimizerConfig, TrainConfig
 from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import GPT, GPTConfig
@@ -106,7 +106,7 @@ def config_of(**fields: Any) -> TrainConfig:
 def test_every_layout_has_the_loss_and_the_gradients_of_padded_rows(weights, padded, layout):
     setup = TrainSetup.of(config_of(**layout))
     step, state = setup.compile_step(), setup.step.init(weights[1])
-    held = jax.jit(partial(validation.loss, setup))(state, validation.place_whole(setup, packed()))
+    held = jax.jit(partial(_validation.loss, setup))(state, _validation.place_whole(setup, packed()))
     np.testing.assert_allclose(held, padded[0], rtol=2e-6)
     _, metrics = step(state, setup.step.place(packed()))
     np.testing.assert_allclose(metrics.loss, padded[0], rtol=2e-6)
@@ -126,14 +126,14 @@ def test_scanned_layers_have_the_same_loss(weights, padded):
 def test_an_attention_kernel_without_document_support_is_refused(attention):
     config = dataclasses.replace(CONFIG, attention=attention, num_kv_heads=4, qk_norm="none", compute_dtype="bfloat16")
     with pytest.raises(ConfigError) as error:
-        validation.check_loss(TrainSetup.of(config_of(model=config)))
+        _validation.check_loss(TrainSetup.of(config_of(model=config)))
     assert error.value.field == "model.attention"
 
 
 @pytest.mark.parametrize(("layout", "field"), [({}, "module"), ({"pp": 2, "num_microbatches": 4}, "data_documents")])
 def test_a_model_without_document_support_is_refused(layout, field):
     with pytest.raises(ConfigError) as error:
-        validation.check_loss(TrainSetup.of(config_of(module="tests.own:Stacked", model=None, **layout)))
+        _validation.check_loss(TrainSetup.of(config_of(module="tests.own:Stacked", model=None, **layout)))
     assert error.value.field == field
 
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from jgraph.data import Batches, load
-from jgraph.train.loop import Loop
-from jgraph.train.signals import StopRequest
+from jgraph.train._loop import Loop
+from jgraph.train._signals import StopRequest
 from tests import tiny
 from tests.checkpoint.test_checkpoint import flip_a_byte, truncate
 from tests.faulty import POISON

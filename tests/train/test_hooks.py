@@ -13,11 +13,11 @@ import pytest
 import jgraph
 from jgraph.errors import ConfigError
 from jgraph.moe.config import MoEConfig
+from jgraph.train._validation import flops_per_step
 from jgraph.train.config import TrainConfig
 from jgraph.train.hooks import Model, ModelHooks, model_hooks
 from jgraph.train.model import Experts, ModelSettings, SettingsHooks, settings_hooks
 from jgraph.train.setup import TrainSetup
-from jgraph.train.validation import flops_per_step
 from jgraph_models.gpt import GPT
 from jgraph_models.gpt_config import GPTConfig
 from tests import own

@@ -18,7 +18,7 @@ from jgraph.adapters import AdaptedModel, separated
 from jgraph.checkpoint import Checkpoints
 from jgraph.errors import ConfigError
 from jgraph.precision.config import FP8Config
-from jgraph.train.callbacks import GradientChecks
+from jgraph.train._callbacks import GradientChecks
 from jgraph.train.config import LoRAConfig, TrainConfig
 from jgraph.train.evaluation import evaluate as jgraph_evaluate
 from jgraph.train.initial import initial_weights

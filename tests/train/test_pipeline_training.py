@@ -13,11 +13,11 @@ import pytest
 
 from jgraph.data import Batches
 from jgraph.errors import ConfigError, OrderError
-from jgraph.pipeline import autotune, choose
-from jgraph.pipeline.strategy import BoundPipeline
+from jgraph.pipeline import _autotune, choose
+from jgraph.pipeline._strategy import BoundPipeline
 from jgraph.schedule import NAMES, generate
 from jgraph.step.state import TrainState
-from jgraph.train import validation
+from jgraph.train import _validation
 from jgraph.train.config import OptimizerConfig, TrainConfig
 from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import GPT, GPTConfig
@@ -121,8 +121,8 @@ def assert_evaluated_as(ours: Trained, theirs: Trained):
     batch = batches_of(ours.setup.config)[0].astype(np.int32)
     held, one = (
         [
-            jax.jit(partial(validation.loss, run.setup))(run.state, validation.place_whole(run.setup, batch)),
-            jax.jit(partial(validation.logits, run.setup))(run.state, validation.place_whole(run.setup, batch[:1])),
+            jax.jit(partial(_validation.loss, run.setup))(run.state, _validation.place_whole(run.setup, batch)),
+            jax.jit(partial(_validation.logits, run.setup))(run.state, _validation.place_whole(run.setup, batch[:1])),
         ]
         for run in (ours, theirs)
     )
@@ -193,7 +193,7 @@ def test_a_pipeline_uses_the_schedule_from_a_file(tmp_path):
 @pytest.fixture
 def short_measurements(monkeypatch):
     """Shortens every measurement."""
-    monkeypatch.setattr(autotune, "_SECONDS", 0.001)
+    monkeypatch.setattr(_autotune, "_SECONDS", 0.001)
 
 
 @pytest.mark.once
@@ -220,7 +220,7 @@ def test_auto_uses_measured_times_and_respects_the_memory_limit(short_measuremen
         shared.append(value)
         return 1e-3
 
-    parts = autotune.measure(bound.pipeline, shapes_of(config), share=share)
+    parts = _autotune.measure(bound.pipeline, shapes_of(config), share=share)
     assert (parts.forward, parts.dgrad, parts.wgrad, parts.head) == (1e-3, 1e-3, 1e-3, 0.0)
     assert len(shared) == 3
     assert all(value > 0 for value in shared)
@@ -244,7 +244,7 @@ def test_auto_uses_measured_times_and_respects_the_memory_limit(short_measuremen
 def test_auto_tries_one_chunk_if_there_are_too_few_layers_for_two():
     config = config_of(pp=2, num_layers=3)
     _, bound = staged(config)
-    parts = autotune.Parts(1e-3, 1e-3, 1e-3)
+    parts = _autotune.Parts(1e-3, 1e-3, 1e-3)
     found = choose(bound.pipeline, shapes_of(config), parts=parts, memory_limit=None)
     assert {candidate.chunks for candidate in found.candidates if candidate.peak_bytes is not None} == {1}
 
@@ -255,7 +255,7 @@ def test_auto_with_the_dispatch_engine_times_the_loss(short_measurements):
     assert isinstance(setup.step.bound, BoundPipeline)
     assert setup.step.bound.engine == "dispatch"
     _, bound = staged(config_of(pp=2, num_layers=2))
-    parts = autotune.measure(bound.pipeline, shapes_of(setup.config), engine="dispatch")
+    parts = _autotune.measure(bound.pipeline, shapes_of(setup.config), engine="dispatch")
     assert parts.head > 0
 
 

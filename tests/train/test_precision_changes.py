@@ -8,7 +8,7 @@ import pytest
 
 from jgraph import evaluate
 from jgraph.precision.config import FP8Config
-from jgraph.train import validation
+from jgraph.train import _validation
 from jgraph.train.config import TrainConfig
 from jgraph.train.saved import SavedRun
 from jgraph.train.setup import TrainSetup, batch_shapes
@@ -88,7 +88,7 @@ def test_an_fp8_run_is_evaluated_in_the_dtype_of_the_model(tmp_path):
     assert json.loads((tmp_path / "result.json").read_text())["loss"] == pytest.approx(run[-1][1], rel=1e-6)
     setup = TrainSetup.of(TrainConfig.of(precision="fp8", fp8=FP8Config(recipe="delayed")))
     batch = batch_shapes(setup.config.input, 1)
-    text = str(jax.make_jaxpr(lambda state, batch: validation.loss(setup, state, batch))(setup.step.state, batch))
+    text = str(jax.make_jaxpr(lambda state, batch: _validation.loss(setup, state, batch))(setup.step.state, batch))
     assert "bf16" in text
     assert "f8_" not in text
     assert "f8_" in str(jax.make_jaxpr(setup.step.jitted())(setup.step.state, setup.batch()))

@@ -16,11 +16,11 @@ from jgraph.cli import flag
 from jgraph.errors import ConfigError
 from jgraph.moe.config import MoEConfig
 from jgraph.settings import flatten, may_change, resume_rules
-from jgraph.train import lock
+from jgraph.train import _lock
+from jgraph.train._lock import locked
+from jgraph.train._resume import rules_of
 from jgraph.train.config import COMPONENTS, OptimizerConfig, TrainConfig
-from jgraph.train.lock import locked
 from jgraph.train.optimizer import learning_rate
-from jgraph.train.resume import rules_of
 from jgraph.train.rundir import RunDir
 from tests import tiny
 
@@ -349,7 +349,7 @@ def test_a_second_process_is_refused_with_the_id_and_host_of_the_first(tmp_path,
     with locked(RunDir(tmp_path / "run"), warnings.append):
         code = f"""if True:
             from pathlib import Path
-            from jgraph.train.lock import locked
+            from jgraph.train._lock import locked
             from jgraph.train.rundir import RunDir
             try:
                 with locked(RunDir(Path({str(tmp_path / "run")!r})), print):
@@ -470,7 +470,7 @@ def test_of_two_starts_at_the_same_time_one_gets_the_directory(tmp_path, monkeyp
 
     def trace(frame, event, arg):
         nonlocal seen
-        if frame.f_code.co_filename != lock.__file__:
+        if frame.f_code.co_filename != _lock.__file__:
             return None
         seen += event == "line"
         if event == "line" and seen == line:

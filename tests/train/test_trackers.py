@@ -11,9 +11,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from jgraph.errors import ConfigError
+from jgraph.train._trackers import TensorBoard, Wandb, check_installed
 from jgraph.train.config import TrainConfig
 from jgraph.train.rundir import RunDir
-from jgraph.train.trackers import TensorBoard, Wandb, check_installed
 from tests import tiny
 
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
+from jgraph.train._watchdog import Wait, Watchdog, hang_message
 from jgraph.train.config import TrainConfig
 from jgraph.train.rundir import RunDir
-from jgraph.train.watchdog import Wait, Watchdog, hang_message
-from jgraph.xla.capture import CaptureReport, Outside
+from jgraph.xla._capture import CaptureReport, Outside
 
 PROGRAM = """HloModule jit_step
 

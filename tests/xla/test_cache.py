@@ -17,10 +17,10 @@ START = f"""
 import json, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
-from jgraph.xla import CaptureReport, Op, Outside, alias_map, cache, capture, compile_and_report
+from jgraph.xla import CaptureReport, Op, Outside, alias_map, cache, _capture, compile_and_report
 from jgraph.xla.explain import Memory
 
-capture._read_dump = lambda *_: {REPORT!r} if sys.argv[2] == "compiles" else None
+_capture._read_dump = lambda *_: {REPORT!r} if sys.argv[2] == "compiles" else None
 cache.enable(Path(sys.argv[1]))
 x, y = jnp.ones(8), jnp.ones((8, 8))
 lowered = jax.jit(lambda x, y: (x + 1, y @ y), donate_argnums=0).lower(x, y)
@@ -56,7 +56,7 @@ import json, os, sys
 from dataclasses import replace
 from pathlib import Path
 import jax
-from jgraph.xla import CaptureReport, Op, Outside, cache, capture, compile_and_report
+from jgraph.xla import CaptureReport, Op, Outside, cache, _capture, compile_and_report
 
 cache.enable(Path(sys.argv[1]))
 lowered = jax.jit(lambda x: x + 1).lower(1.0)
@@ -64,7 +64,7 @@ default_flags = os.environ.get("XLA_FLAGS", "")
 
 def buffers(number, fast_math, flags):
     os.environ["XLA_FLAGS"] = flags
-    capture._read_dump = lambda *_: number and replace({REPORT!r}, command_buffers=number)
+    _capture._read_dump = lambda *_: number and replace({REPORT!r}, command_buffers=number)
     return compile_and_report(lowered, {{"xla_cpu_enable_fast_math": fast_math}}, platform="gpu")[1].command_buffers
 
 settings = (False, default_flags), (True, default_flags), (False, default_flags + " --xla_cpu_enable_fast_min_max=false")

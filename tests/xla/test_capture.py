@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from jgraph.xla import CaptureReport, Outside, aot, compile_and_report, compiler_options
-from jgraph.xla.capture import report_of
+from jgraph.xla._capture import report_of
 from jgraph.xla.hlo import Op
 
 DEFAULT = """

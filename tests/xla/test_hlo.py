@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jgraph.xla.capture import thunk_instructions
+from jgraph.xla._capture import thunk_instructions
 from jgraph.xla.hlo import HloModule, Op, operations
 
 HERE = Path(__file__)

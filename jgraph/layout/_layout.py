@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from jgraph.layout.param import Description, Param
+from jgraph.layout._param import Description, Param
 from jgraph.tree import leaf_names
 from jgraph.types import Arrays, Avals, Tree
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jgraph.layout import Param
+from jgraph.pipeline._partition import AXIS
 from jgraph.pipeline._placement import without_ranks
-from jgraph.pipeline.partition import AXIS
-from jgraph.pipeline.program import Pipeline
+from jgraph.pipeline._program import Pipeline
 from jgraph.strategies import sharding as fsdp
 from jgraph.tree import leaf_names
 from jgraph.types import Batch, Params, Tree

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.errors import ConfigError
-from jgraph.layout.layout import Layout, named
-from jgraph.layout.param import KINDS, Description, Kind, Param
+from jgraph.layout._layout import Layout, named
+from jgraph.layout._param import KINDS, Description, Kind, Param
 from jgraph.mesh import Axis, axis_names
 from jgraph.tree import leaf_names
 from jgraph.types import Arrays, Avals, Leaf, Params, Registered, TreeOf

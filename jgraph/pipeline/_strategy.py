@@ -15,11 +15,11 @@ from jgraph.errors import ConfigError, check_choice, shown
 from jgraph.layout import Layout, alone, packed
 from jgraph.mesh import PARTITIONED_AXES, Axis, checked, num_data_ranks, refused_axes, with_batch_axes
 from jgraph.pipeline._layer_state import LayerState
+from jgraph.pipeline._memory import bytes_per_rank
+from jgraph.pipeline._partition import PipelineModel
+from jgraph.pipeline._program import Pipeline, PipelineChoices, PipelineParams
 from jgraph.pipeline._stage_function import Remat
 from jgraph.pipeline.dispatched import Dispatched, Results, dispatched
-from jgraph.pipeline.memory import bytes_per_rank
-from jgraph.pipeline.partition import PipelineModel
-from jgraph.pipeline.program import Pipeline, PipelineChoices, PipelineParams
 from jgraph.precision.loss import count, describe
 from jgraph.precision.transform import FP8Function, Product
 from jgraph.schedule import Costs, Schedule, files, simulate

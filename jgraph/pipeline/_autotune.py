@@ -18,10 +18,10 @@ from jgraph.autodiff import Residuals, Stash
 from jgraph.errors import ConfigError
 from jgraph.mesh import num_data_ranks
 from jgraph.pipeline._ends import End
+from jgraph.pipeline._memory import slot_bytes
+from jgraph.pipeline._program import Pipeline
 from jgraph.pipeline._stage import StageParams
-from jgraph.pipeline.memory import slot_bytes
-from jgraph.pipeline.program import Pipeline
-from jgraph.pipeline.strategy import Engine
+from jgraph.pipeline._strategy import Engine
 from jgraph.precision.config import XLA_OPTIONS
 from jgraph.schedule import NAMES, POOLS, Choice, Costs, Schedule, best, generate, read
 from jgraph.types import Batch, Params, Tree

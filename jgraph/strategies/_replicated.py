@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from jgraph.mesh import Axis, checked
+from jgraph.strategies._data_parallel import DataParallel
 from jgraph.strategies.base import summary
-from jgraph.strategies.data_parallel import DataParallel
 from jgraph.strategies.objective import Objective
 from jgraph.types import Params
 

@@ -23,17 +23,17 @@ from jgraph.errors import ConfigError, os_errors
 from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_process_zero
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
-from jgraph.train import callbacks, capacity, profiling, trackers, validation
+from jgraph.train import _callbacks, _capacity, _trackers, _validation, profiling
+from jgraph.train._console import Reporter, Summary
+from jgraph.train._lock import locked
+from jgraph.train._loop import Callback, Loop, agreed_stop
+from jgraph.train._signals import StopRequest
+from jgraph.train._watchdog import Wait, Watchdog, hang_message
 from jgraph.train.config import InputConfig, TrainConfig
-from jgraph.train.console import Reporter, Summary
 from jgraph.train.initial import InitialWeights, initial_weights, tokenizer_of, tokenizer_warning, write_origin
-from jgraph.train.lock import locked
-from jgraph.train.loop import Callback, Loop, agreed_stop
 from jgraph.train.metrics import MetricsLog, StepClock, read_metrics
 from jgraph.train.rundir import RunDir, versions
 from jgraph.train.setup import TrainSetup, batch_shapes
-from jgraph.train.signals import StopRequest
-from jgraph.train.watchdog import Wait, Watchdog, hang_message
 from jgraph.xla import cache, compiler_options
 from jgraph.xla.options import known
 
@@ -54,7 +54,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
     start = time.perf_counter()
     # Checked before a backend starts, which is slow. Platform "gpu", so that a CPU rejects the same options.
     compiler_options(config.compile.graph, config.compile.xla_options, platform="gpu")
-    trackers.check_installed(config.monitor.log)
+    _trackers.check_installed(config.monitor.log)
     connect(**asdict(config.distributed))
     check_devices()
     run_dir = RunDir(Path(config.output.run_dir))
@@ -84,8 +84,8 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
                     run_dir.check(config, corpus.fingerprint)
             setup = TrainSetup.of(config)
             # Traced now, because they run long after the start.
-            validation.check_loss(setup)
-            no_sample = validation.sampling_problem(setup) if config.monitor.sample_tokens else ""
+            _validation.check_loss(setup)
+            no_sample = _validation.sampling_problem(setup) if config.monitor.sample_tokens else ""
         _check_processes_agree(config, corpus.fingerprint, weights.step if weights else None)
         own = setup.step.bound.layout.own.params.values()
         size = sum(math.prod(param.shape) for param in own)
@@ -104,7 +104,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             end(partial(_last_words, wait, config, run_dir, reporter))
 
         watchdog = stack.enter_context(Watchdog(config.monitor.hang_seconds, hung))
-        started = callbacks.FirstStep(
+        started = _callbacks.FirstStep(
             lambda: reporter.line(f"first step finished {time.perf_counter() - start:.1f} s after the start; {compiles}")
         )
         run = _Run(config, setup, corpus, weights, run_dir, reporter, watchdog, stop, started)
@@ -235,14 +235,14 @@ class _Run:
             args = setup, step, lambda index: place(ahead[index]), run_dir, watchdog, reporter
             profiles = [profiling.Profile(*args)]
         with all_or_raise():
-            started = trackers.start(monitor.log, run_dir, done) if is_process_zero() else []
+            started = _trackers.start(monitor.log, run_dir, done) if is_process_zero() else []
         seconds = [entry["seconds"] for entry in read_metrics(run_dir.metrics) if "seconds" in entry]
         clock = StepClock(seconds[-1] if seconds else 0.0)
         skipped = int(watchdog.wait(lambda: "the initial state", state.skipped))
         path = run_dir.metrics if is_process_zero() else Path(os.devnull)
         with contextlib.closing(MetricsLog(path, done=done, trackers=started)) as log, reporter:
-            evaluate = validation.evaluator(setup, validation.heldout(setup.config, self.corpus), watchdog)
-            checks = callbacks.GradientChecks(setup, checkpoints, reporter, skipped)
+            evaluate = _validation.evaluator(setup, _validation.heldout(setup.config, self.corpus), watchdog)
+            checks = _callbacks.GradientChecks(setup, checkpoints, reporter, skipped)
             loop = Loop(
                 setup=setup,
                 step=step,
@@ -253,8 +253,8 @@ class _Run:
                     *profiles,
                     self.started,
                     checks,
-                    callbacks.Metrics(setup, log, reporter, clock, checks, evaluate, trained_tokens),
-                    callbacks.SaveCheckpoints(setup, checkpoints, watchdog, done),
+                    _callbacks.Metrics(setup, log, reporter, clock, checks, evaluate, trained_tokens),
+                    _callbacks.SaveCheckpoints(setup, checkpoints, watchdog, done),
                 ],
                 stops=agreed_stop(self.stop, watchdog, monitor.log_every),
                 clock=clock,
@@ -262,9 +262,9 @@ class _Run:
             )
             return loop.run(done, state)
 
-    def _grow(self, halt: capacity.Halt) -> TrainSetup:
+    def _grow(self, halt: _capacity.Halt) -> TrainSetup:
         """Returns the setup with the expert capacity that a halted step needs."""
-        config, line = capacity.grown(self.setup.config, halt)
+        config, line = _capacity.grown(self.setup.config, halt)
         self.reporter.line(line)
         self.setup = TrainSetup.of(config)
         return self.setup
@@ -286,7 +286,7 @@ class _Run:
             heldout_loss=next((entry["eval_loss"] for entry in reversed(entries) if "eval_loss" in entry), None),
             zlib_nats_per_token=self.corpus.zlib_nats_per_token,
             run_dir=run_dir.path,
-            sample=validation.sample(self.setup, state, self.corpus) if is_done and samples else ("", ""),
+            sample=_validation.sample(self.setup, state, self.corpus) if is_done and samples else ("", ""),
             stopped_by="" if is_done else self.stop.name,
         )
         if is_done:

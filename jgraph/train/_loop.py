@@ -12,11 +12,11 @@ from jgraph.data import Ahead
 from jgraph.processes import all_gather_scalar
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import StepMetrics, TrainState
-from jgraph.train.capacity import Halt, Numbered, happened, is_halted
+from jgraph.train._capacity import Halt, Numbered, happened, is_halted
+from jgraph.train._signals import StopRequest
+from jgraph.train._watchdog import Watchdog
 from jgraph.train.metrics import StepClock
 from jgraph.train.setup import TrainSetup
-from jgraph.train.signals import StopRequest
-from jgraph.train.watchdog import Watchdog
 
 # Steps dispatched before the oldest one is waited for: enough to hide the host, few enough to stop soon.
 _RUN_AHEAD = 4

@@ -19,7 +19,7 @@ from jgraph.layout import Layout, Shard, alone, packed, sharded
 from jgraph.mesh import Axis, batch_axes, num_data_ranks, on_ranks, with_batch_axes
 from jgraph.precision.loss import FP8Loss, StepLoss
 from jgraph.strategies import sharding
-from jgraph.strategies.accumulate import MicrobatchFunction, accumulate
+from jgraph.strategies._accumulate import MicrobatchFunction, accumulate
 from jgraph.strategies.base import GradientProgram, Options, Pools, Reports
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.checks import check_function, check_split

@@ -12,15 +12,15 @@ from jgraph.device import peak_flops
 from jgraph.errors import NonFiniteError
 from jgraph.moe import statistics
 from jgraph.step.state import StepMetrics, TrainState
-from jgraph.train.capacity import Numbered
+from jgraph.train._capacity import Numbered
+from jgraph.train._console import Reporter
+from jgraph.train._loop import Callback
+from jgraph.train._validation import flops_per_step
+from jgraph.train._watchdog import Watchdog
 from jgraph.train.config import MonitorConfig
-from jgraph.train.console import Reporter
-from jgraph.train.loop import Callback
 from jgraph.train.metrics import MetricsLog, StepClock, finite, peak_memory_bytes
 from jgraph.train.optimizer import learning_rate
 from jgraph.train.setup import TrainSetup
-from jgraph.train.validation import flops_per_step
-from jgraph.train.watchdog import Watchdog
 
 
 class FirstStep(Callback):

@@ -16,13 +16,13 @@ from jgraph.errors import ConfigError, OrderError
 from jgraph.layout import Layout, Shard, StackedTree
 from jgraph.mesh import Axis, batch_axes, on_ranks
 from jgraph.pipeline._layer_state import LayerState
+from jgraph.pipeline._partition import AXIS, PipelineModel
 from jgraph.pipeline._placement import Placement, place, without_ranks
 from jgraph.pipeline._play import play_aligned, play_general
 from jgraph.pipeline._precision import StagePrecision
 from jgraph.pipeline._runtime import RankRuntime, State
 from jgraph.pipeline._stage import Given, StageExecutor, StageInputs, StageParams
 from jgraph.pipeline._stage_function import Remat, StageFunctions
-from jgraph.pipeline.partition import AXIS, PipelineModel
 from jgraph.schedule.action import BACKWARD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import ScheduleTables, phases, tabulate
