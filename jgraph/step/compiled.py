@@ -33,12 +33,14 @@ class CompiledStep:
         batch: Shapes and shardings of the batch that the step takes (the result of `TrainStep.place`), a tree of
             `jax.ShapeDtypeStruct`.
         gradients: The separate executables that compute the gradients before `executable` runs. Only some pipelines have any.
+        optimizer: What the optax transform updates, packed parameters or the model's own tree, and why.
     """
 
     executable: jax.stages.Compiled
     capture: CaptureReport | None
     batch: Batch
     gradients: GradientProgram
+    optimizer: str
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """Runs a step. On GPUs, returns before the devices finish; on several CPU devices, waits for the results.
@@ -107,6 +109,7 @@ class CompiledStep:
         lines = [str(self.capture)] if self.capture else []
         in_place = alias_map(self.executable)
         lines.append("state: " + ("every leaf is updated in place" if in_place else "copied, because jax_debug_nans is set"))
+        lines.append(f"optimizer: {self.optimizer}")
         if self.memory:
             lines.append(str(self.memory))
         text = "\n".join(lines)

@@ -21,21 +21,21 @@ from jax.typing import DTypeLike
 
 from jgraph.checkpoint.canonical import CanonicalLayout
 from jgraph.dispatch import in_turn, warn_unordered
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, check_choice
 from jgraph.layout import alone, each, named
 from jgraph.mesh import PARTITIONED_AXES
 from jgraph.precision.config import FP8Config
 from jgraph.scopes import scope
 from jgraph.step.compiled import CompiledStep
-from jgraph.step.probe import check_elementwise
+from jgraph.step.probe import check_elementwise, why_not_elementwise
 from jgraph.step.state import StepMetrics, TrainState
-from jgraph.step.transform import Elementwise, Transform, check_transform, in_float32, make_transform
+from jgraph.step.transform import Elementwise, Transform, check_transform, elementwise, in_float32, make_transform
 from jgraph.step.update import Optimizer, Update
 from jgraph.strategies import checks
 from jgraph.strategies.base import BoundStrategy, GradientProgram, Strategy
 from jgraph.strategies.objective import LossFunction, LossInParts, Objective
 from jgraph.tree import leaf_names, matching
-from jgraph.types import Batch, Carried, JaxDevice, Key, Observed, Params, Reductions, Tree
+from jgraph.types import Arrays, Batch, Carried, JaxDevice, Key, Observed, Params, Reductions, Tree
 from jgraph.xla import check_identity, compile_and_report, compiler_options
 from jgraph.xla.options import OptionValue, known
 
@@ -57,6 +57,7 @@ def train_step(
     reductions: Reductions = "mean",
     fp8: FP8Config | None = None,
     batch: Batch = None,
+    layout: Literal["auto", "tree"] = "auto",
 ) -> "TrainStep":
     """Makes a training step: gradients of a loss over microbatches, clipping, an optax update, applied only if finite.
 
@@ -69,8 +70,8 @@ def train_step(
             returns a `Loss` with the new state. `Pipelined` takes a `jgraph.PipelineModel` instead. Collectives may reduce over
             `jgraph.BATCH_AXES` on every mesh.
         transform: An optax transform. Its `update` gets the clipped gradient and the parameters, in float32 and in the model's
-            own tree unless it is declared `jgraph.elementwise`. As extra arguments, if it takes them, it gets the loss as
-            `value` and the clipped gradient as `grad`.
+            own tree, or packed (see `layout`). `jgraph.elementwise` declares that it may be packed. As extra arguments, if it
+            takes them, it gets the loss as `value` and the clipped gradient as `grad`.
         strategy: `Replicated`, `FullySharded` or `Pipelined`, or `TensorParallel` around one of them.
         num_microbatches: M, the number of microbatches of a batch. Their gradients are summed before the update.
         clip_norm: Largest global L2 norm of the gradient. Larger gradients are scaled down to it. None does not clip.
@@ -91,6 +92,9 @@ def train_step(
             the matmuls of layers are in FP8.
         batch: Arrays or shapes of a whole batch, leaves [B, ...], where B is the number of rows. Required with `fp8`, to find
             the matmuls. Not read otherwise.
+        layout: What the transform updates. `auto`: packed parameters if the transform is elementwise, which `train_step` finds
+            out by traces, else the model's own tree. `tree`: the model's own tree. `print` of the compiled step names the
+            choice and its reason.
 
     Returns:
         A `TrainStep`. Its `compile(batch)` returns the function `run(state, batch) -> (state, metrics)`, and its `init(params)`
@@ -128,8 +132,10 @@ def train_step(
     read_dtype = None if read_dtype is None else checks.float_dtype("read_dtype", read_dtype)
     frozen_dtype = params_dtype if frozen_dtype is None else checks.float_dtype("frozen_dtype", frozen_dtype)
     check_transform(transform)
-    is_elementwise = isinstance(transform, Elementwise)
-    if is_elementwise:
+    check_choice("layout", layout, ("auto", "tree"))
+    if isinstance(transform, Elementwise):
+        if layout == "tree":
+            raise ConfigError("`layout` is tree: must be auto with jgraph.elementwise", field="layout")
         check_elementwise(transform, strategy.shapes)
     names = leaf_names(strategy.shapes)
     frozen = {name for pattern in freeze for name in matching(pattern, names, field="freeze")}
@@ -138,10 +144,9 @@ def train_step(
         raise ConfigError(
             f"`freeze` is {patterns}: must leave at least one parameter to train, but matches all {len(names)}", field="freeze"
         )
-    own = named(strategy.shapes, frozen)
     objective = Objective(
         loss=loss,
-        layout=own if is_elementwise else own.then(alone()),
+        layout=named(strategy.shapes, frozen),
         num_microbatches=num_microbatches,
         grads_dtype=grads_dtype,
         carried=carried,
@@ -149,14 +154,7 @@ def train_step(
         fp8=fp8,
         batch=batch,
     )
-    bound = strategy.bind(objective)
-    of_trained = bound.layout.trained
-    if is_elementwise:
-        decays = {name: param.decays for name, param in of_trained.params.items()}
-        unchanged = each(lambda name, param: None)(of_trained.params)
-        optimizer = Optimizer(in_float32(make_transform(transform, decays)), unchanged, moments=of_trained)
-    else:
-        optimizer = Optimizer(in_float32(transform), of_trained)
+    bound, optimizer = _bind(transform, strategy, objective, layout)
     update = Update(
         optimizer,
         bound.layout,
@@ -169,6 +167,31 @@ def train_step(
         observed=bound.observed,
     )
     return TrainStep(bound, update, key)
+
+
+def _bind(
+    transform: Transform | Elementwise, strategy: Strategy, objective: Objective, layout: Literal["auto", "tree"]
+) -> tuple[BoundStrategy, Optimizer[Params] | Optimizer[Arrays]]:
+    """Binds the strategy, with packed parameters if the transform may update them."""
+    if isinstance(transform, Elementwise):
+        bound = strategy.bind(objective)
+        return bound, _of_arrays(bound, transform, "is declared elementwise")
+    alone_each = replace(objective, layout=objective.layout.then(alone()))
+    reason = "`layout` is tree" if layout == "tree" else why_not_elementwise(transform, objective.layout)
+    bound = strategy.bind(alone_each if reason else objective)
+    if not reason and (reason := why_not_elementwise(transform, objective.layout, bound.layout)):
+        bound = strategy.bind(alone_each)
+    if reason:
+        return bound, Optimizer(in_float32(transform), bound.layout.trained, f"updates the model's own tree, because {reason}")
+    return bound, _of_arrays(bound, elementwise(transform), "is elementwise")
+
+
+def _of_arrays(bound: BoundStrategy, declared: Elementwise, proof: str) -> Optimizer[Arrays]:
+    of_trained = bound.layout.trained
+    transform = make_transform(declared, {name: param.decays for name, param in of_trained.params.items()})
+    unchanged = each(lambda name, param: None)(of_trained.params)
+    about = f"updates packed parameters, because the transform {proof}"
+    return Optimizer(in_float32(transform), unchanged, about, moments=of_trained)
 
 
 @dataclass(frozen=True, eq=False)
@@ -411,7 +434,7 @@ class TrainStep:
         gradients = self.bound.compile_gradients(self.state.params, self.state.carry, shapes, self.key, options)
         compiled, report = compile_and_report(self.jitted(gradients).lower(self.state, gradients.inputs), options)
         check_identity(compiled, self.state)
-        return CompiledStep(compiled, report, shapes, gradients)
+        return CompiledStep(compiled, report, shapes, gradients, self.update.optimizer.about)
 
     def options(
         self, platform: str, *, graph: Literal["auto", "off", "full"] = "auto", xla_options: Sequence[str] = ()

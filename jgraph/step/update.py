@@ -33,6 +33,7 @@ class Optimizer(Generic[Seen]):
 
     transform: Transform
     layout: Layout[Seen]  # of the trained parameters, from the tree that the transform sees
+    about: str  # what the transform sees, and why
     moments: Layout[Params] | None = None  # in the optimizer state; None if they are in the model's own tree already
 
     def init(self, params: Arrays) -> OptState:

@@ -36,10 +36,11 @@ def batch():
 
 
 def step_of(transform=None, *, loss=squared_error, params=None, **settings):
-    """Creates a step, by default with plain gradient descent."""
+    """Creates a step with a leaf of the state for each parameter, by default with plain gradient descent."""
     shapes = new_params() if params is None else params
+    transform = optax.sgd(1.0) if transform is None else transform
     return train_step(
-        lambda params, batch_BS, key: loss(params, batch_BS), transform or optax.sgd(1.0), Replicated(None, shapes), **settings
+        lambda params, batch_BS, key: loss(params, batch_BS), transform, Replicated(None, shapes), layout="tree", **settings
     )
 
 
