@@ -25,10 +25,8 @@ def batches(seed: int = 0):
         yield {"x": x, "y": x[:, :1] * x[:, 1:]}
 
 
-# AdamW is elementwise, so small parameters can share an array. This needs fewer kernels.
-step = jgraph.train_step(
-    loss, jgraph.elementwise(optax.adamw(1e-2)), jgraph.Replicated(None, params), num_microbatches=4, clip_norm=1.0
-)
+# AdamW is elementwise, so small parameters share an array. This needs fewer kernels.
+step = jgraph.train_step(loss, optax.adamw(1e-2), jgraph.Replicated(None, params), num_microbatches=4, clip_norm=1.0)
 data = batches()
 run = step.compile(next(data))  # checks that the state is updated in place
 state = step.init(params)

@@ -46,7 +46,7 @@ mesh = jax.make_mesh((ranks,), ("pipe",), devices=jax.devices()[:ranks])
 model = jgraph.PipelineModel(embed, layer, head, split=split, join=join)
 schedule = generate("zb-h1", pp=ranks, microbatches=MICROBATCHES)
 strategy = jgraph.Pipelined(mesh, jax.eval_shape(make_params), schedule)
-step = jgraph.train_step(model, jgraph.elementwise(optax.adam(3e-3)), strategy, num_microbatches=MICROBATCHES)
+step = jgraph.train_step(model, optax.adam(3e-3), strategy, num_microbatches=MICROBATCHES)
 rng = np.random.default_rng(0)
 
 

@@ -34,7 +34,7 @@ def batch_of(rng):
 
 def step_on(devices):
     mesh = jax.make_mesh((len(devices),), ("fsdp",), devices=devices)
-    # Muon needs whole matrices, so it is not wrapped in `jgraph.elementwise`.
+    # Muon needs whole matrices, so small parameters do not share an array.
     return jgraph.train_step(loss, optax.contrib.muon(1e-2), jgraph.FullySharded(mesh, shapes), clip_norm=1.0)
 
 

@@ -18,7 +18,7 @@ def packed(
 
     The updates are those of `transform`. The optimizer state has one array for all small matrices and one for all small vectors
     of a dtype, instead of one per parameter, so that a jitted step also has fewer arguments. `jgraph.train_step` does not need
-    this function: pass it `jgraph.elementwise(transform)`.
+    this function: it packs by itself.
 
     Args:
         transform: An optax transform that updates every element independently, such as Adam or AdamW. Or a function that makes

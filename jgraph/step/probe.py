@@ -5,6 +5,7 @@ place, whatever the names and shapes of the parameters are.
 """
 
 import inspect
+import math
 import operator
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -28,7 +29,7 @@ Rule: TypeAlias = dict[str, str]
 """The forms of updates, moments and counters, by name."""
 
 _DECLARED = 8
-_TRACED = 32  # more than a layer of a transformer has, so that a list with a rate for each leaf is found out
+_TRACED = 16  # more than a layer of a transformer has, so that a list with a rate for each leaf is found out
 
 
 class _NotElementwiseError(Exception):
@@ -74,9 +75,9 @@ def _one_of_each_shape(params: Description, known: Iterable[tuple[int, ...]] = (
 
 def _some(leaves: list[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
     """Returns a leaf of each shape, and others, because all leaves of a large model would take seconds."""
-    of_shapes = {leaf.shape: i for i, leaf in reversed(list(enumerate(leaves)))}.values()
-    spread = list(range(0, len(leaves), -(-len(leaves) // _TRACED) or 1))
-    return [leaves[i] for i in sorted({*of_shapes, *spread})]
+    of_shapes = {leaf.shape: i for i, leaf in reversed([*enumerate(leaves)])}.values()
+    distance = math.ceil(len(leaves) / max(1, _TRACED - len(of_shapes)))
+    return leaves if len(leaves) <= _TRACED else [leaves[i] for i in sorted({*of_shapes, *range(0, len(leaves), distance)})]
 
 
 class _Watch:

@@ -1,7 +1,7 @@
 """Declares, checks and applies the optax transform of a training step.
 
-A transform that is declared `elementwise` updates small parameters that share one array. `jgraph.step.probe` checks the
-declaration.
+A transform that is elementwise updates small parameters that share one array. `jgraph.step.probe` finds this out, and checks
+declarations.
 """
 
 import inspect
@@ -47,10 +47,12 @@ class Elementwise(NamedTuple):
 def elementwise(transform: Transform | Callable[[Mask], Transform]) -> Elementwise:
     """Declares that an optax transform updates every element independently of all others.
 
-    Small parameters then share one array, and the update takes a few kernels instead of one per parameter. SGD, Adam, AdamW and
-    Lion are elementwise. Muon, Adafactor, LAMB, `optax.clip_by_global_norm` and masks by path are not: pass those to
-    `train_step` without this function. This function does not check the declaration. `train_step` compares traces of the
-    transform on separate and on packed parameters, and raises a ConfigError if the updates differ.
+    Small parameters then share one array, and the update takes a few kernels instead of one per parameter. `train_step` finds
+    out by itself that SGD, Adam, AdamW and Lion are elementwise. Declare a transform that treats matrices and vectors
+    differently, as a function of the matrices, or one that `train_step` cannot prove. Muon, Adafactor, LAMB,
+    `optax.clip_by_global_norm` and masks by path are not elementwise. This function does not check the declaration.
+    `train_step` compares traces of the transform on separate and on packed parameters, and raises a ConfigError if the updates
+    differ.
 
     Args:
         transform: An optax transform, or a function that makes one from a tree of bools. The tree has the structure of the

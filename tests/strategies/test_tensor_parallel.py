@@ -236,7 +236,7 @@ def test_pack_and_unpack_invert_each_other_bit_for_bit(layout):
 
 def specs(strategy: Any) -> dict[str, tuple]:
     """Returns the PartitionSpec of each parameter by name, as tuples."""
-    step = jgraph.train_step(lambda params, batch, key: jnp.zeros(()), optax.adam(0.1), strategy)
+    step = jgraph.train_step(lambda params, batch, key: jnp.zeros(()), optax.adam(0.1), strategy, layout="tree")
     state = step.state.params
     return {name: tuple(leaf.sharding.spec) for name, leaf in zip(leaf_names(state), jax.tree.leaves(state), strict=True)}
 
