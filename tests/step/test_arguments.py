@@ -237,7 +237,7 @@ CALLS = {
     "another shape": (
         lambda state, batch: (dataclasses.replace(state, params={"w": jnp.ones(2)}), batch),
         "state",
-        "`params/layer/b`",
+        "`params/small matrices (float32)`",
     ),
     "no batch": (lambda state, batch: (state, None), "batch", "None"),
     "a batch without a leaf": (lambda state, batch: (state, {}), "batch", "`x`", "`step.compile` again"),
