@@ -139,8 +139,8 @@ class FunctionalModel:
             The result of the method.
 
         Raises:
-            ConfigError: If the module has no such method, or the method reduces over a mesh axis that is neither bound nor in
-                `BATCH_AXES`.
+            AttributeError: If the module has no such method.
+            ConfigError: If the method reduces over a mesh axis that is neither bound nor in `BATCH_AXES`.
         """
         return with_batch_axes(partial(self.call, name, "evaluate"))(params, carried, jax.random.key(0), *args)[0]
 
@@ -187,7 +187,7 @@ def functional(make: Callable[[], FlaxModule], batch: Batch = None, *, key: int 
     shapes = nnx.eval_shape(build)
     made = found[0]
     if isinstance(made, nn.Module):
-        _method(made, "loss")
+        _check_loss(made)
         if batch is None:
             raise ConfigError("`batch` is None: must be arrays or shapes of a batch for a Linen module", field="batch")
         return _linen(made, batch, key)
@@ -235,7 +235,9 @@ def _nnx(make: Callable[[], FlaxModule], model: nnx.Module) -> FunctionalModel:
 
     def call(name: str, mode: Mode, params: Params, carried: Carried, key: Key, *args: Tree) -> tuple[Any, Carried]:
         model = nnx.merge(graphs[mode], params, _seeded(streams, key), carried)
-        found = _method(model, name)(*args)
+        if name == "loss":
+            _check_loss(model)
+        found = getattr(model, name)(*args)
         return found, split(model)[3]
 
     return FunctionalModel(shapes, carried, init, call, _named(shapes, specs), _decoder(model), reductions)
@@ -301,14 +303,12 @@ def _linen(module: nn.Module, batch: Batch, seed: int) -> FunctionalModel:
     return FunctionalModel(shapes, carried, init, call, _named(shapes, specs), _decoder(module), reductions)
 
 
-def _method(module: FlaxModule, name: str) -> Callable[..., Any]:
-    found = getattr(module, name, None)
-    if not callable(found):
-        message = f"`make` returns {type(module).__name__}: must return a module with a method {name}(batch)"
+def _check_loss(module: FlaxModule) -> None:
+    if not callable(getattr(module, "loss", None)):
+        message = f"`make` returns {type(module).__name__}: must return a module with a method loss(batch)"
         raise ConfigError(message, field="make")
-    return found
 
 
 def _mode(module: nn.Module, name: str, mode: Mode) -> dict[str, bool]:
     """Returns the argument `train` if the method has it: by convention, Linen modules take the mode as this argument."""
-    return {"train": mode == "train"} if "train" in inspect.signature(_method(module, name)).parameters else {}
+    return {"train": mode == "train"} if "train" in inspect.signature(getattr(module, name)).parameters else {}
