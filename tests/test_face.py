@@ -1,5 +1,6 @@
 """Public names: each can be imported and is listed, and `import jgraph` does not import jax."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -15,6 +16,16 @@ def test_every_public_name_can_be_imported_and_is_listed():
         found = getattr(jgraph, name)
         assert isinstance(found, str | tuple) or found.__module__.startswith("jgraph."), name  # a constant has no module
     assert {"train_step", "__version__"} < {*jgraph.__all__} == {*dir(jgraph)}
+
+
+def test_the_types_that_public_functions_return_are_public():
+    found = {name: getattr(jgraph, name) for name in jgraph.__all__}
+    annotations = {name: inspect.signature(each).return_annotation for name, each in found.items() if inspect.isfunction(each)}
+    names = {name: getattr(each, "__name__", each) for name, each in annotations.items()}
+    modules = {name: str(getattr(annotations[name], "__module__", "jgraph")) for name in names}
+    ours = {name: kind for name, kind in names.items() if modules[name].startswith("jgraph") and isinstance(kind, str)}
+    assert ours["train_step"] == "TrainStep"
+    assert {name: kind for name, kind in ours.items() if kind not in jgraph.__all__} == {}
 
 
 def test_the_version_has_three_parts():
