@@ -185,7 +185,7 @@ def sharded(shapes=SHAPES, **choices):
 def test_experts_are_sharded_by_expert_and_never_packed(experts):
     specs = sharded(experts=experts)
     assert [specs[name] for name in EXPERTS] == [P("fsdp"), P("fsdp"), P(None, "fsdp")]
-    assert specs["head/kernel"] == P("fsdp")
+    assert specs["small matrices (float32)"] == P("fsdp")
 
 
 def test_only_experts_are_sharded_with_shards_experts():
