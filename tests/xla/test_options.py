@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -135,9 +136,8 @@ def test_jax_has_no_public_list_of_compiler_options():
 def test_checking_options_starts_no_backend():
     code = "from jgraph.xla import options; options.compiler_options('full', ['xla_nope=1'], platform='gpu')"
     # The platform does not exist, so starting a backend would raise another error.
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={"JAX_PLATFORMS": "no_such_platform"}, check=False
-    )
+    env = {"JAX_PLATFORMS": "no_such_platform", "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert run.stderr.splitlines()[-1].startswith("jgraph.errors.CompilerOptionError: `xla_options` names xla_nope")
 
 
