@@ -305,7 +305,6 @@ MISTAKES = {
     "a long strategy": (lambda: step_of(strategy={"w": jnp.ones((30, 30))}), "strategy", "of type dict"),
     "a long fp8": (lambda: step_of(fp8={"w": jnp.ones((30, 30))}, batch=BATCH), "fp8", "of type dict"),
     "a model without loss": (lambda: bare().loss(bare().init()[0], BATCH, KEY), "make", "Linear", "method loss"),
-    "a method that is missing": (lambda: bare().evaluate("logits", bare().init()[0], {}), "make", "method logits"),
     "lora of a function": (lambda: jgraph.lora(loss, BATCH, rank=2), "model", "jgraph.functional"),
     "strategy=a mesh": (lambda: step_of(strategy=mesh("data")), "strategy", "jgraph.Replicated"),
     "strategy=a class": (lambda: step_of(strategy=jgraph.Replicated), "strategy", "jgraph.Replicated"),
