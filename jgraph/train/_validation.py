@@ -70,9 +70,14 @@ def sampling_problem(setup: TrainSetup) -> str:
 def _trace(setup: TrainSetup, function: Callable[..., Array], must: str, batch: Tree, shape: tuple) -> None:
     """Raises ConfigError if a function fails or returns another shape than `shape`, where `...` is any size."""
     module = setup.config.module
-    with model_errors(module, must):
-        out = jax.eval_shape(partial(function, setup), setup.step.state, batch)
-        found, dtype = tuple(out.shape), out.dtype  # fails if it is not an array
+    try:
+        with model_errors(module, must):
+            out = jax.eval_shape(partial(function, setup), setup.step.state, batch)
+            found, dtype = tuple(out.shape), out.dtype  # fails if it is not an array
+    except ConfigError as e:
+        if e.field != "make":  # the argument of `functional`
+            raise
+        raise ConfigError(f"`module` is {module}: must {must} ({e})", field="module") from e
     fits = len(found) == len(shape) and all(expected in (..., size) for expected, size in zip(shape, found, strict=True))
     if not (fits and jnp.issubdtype(dtype, jnp.floating)):
         raise ConfigError(f"`module` is {module}: must {must}; it returns {dtype}{list(found)}", field="module")

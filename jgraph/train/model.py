@@ -226,9 +226,7 @@ def model_errors(name: str, must: str) -> Iterator[None]:
     """
     try:
         yield
-    except JgraphError as e:
-        if e.field != "make":
-            raise
-        raise ConfigError(f"`module` is {name}: must {must} ({e})", field="module") from e
+    except JgraphError:
+        raise
     except Exception as e:
         raise ConfigError(f"`module` is {name}: must {must} ({_described(e)})", field="module") from e
