@@ -84,7 +84,7 @@ class Stage:
 
 def stages_of(
     pipeline: Pipeline,
-    chunks: Sequence[Sequence[Params]],  # for each chunk of a rank, shapes of the layers of the longest stage
+    chunks: Sequence[Layout[list[Params]]],  # of the layers of each chunk, for the longest stage
     embed: End,
     x: jax.ShapeDtypeStruct,  # for one microbatch on one data rank
     begun: Begun[jax.ShapeDtypeStruct],
@@ -94,6 +94,7 @@ def stages_of(
     layout = pipeline.assignment
     leaves = jax.tree.leaves(begun)
     numbers = numbered(begun)
+    whole = [chunk.tree_shapes() for chunk in chunks]
     traced: dict[tuple[bool, int, int], Shaped] = {}
     stages = []
 
@@ -103,7 +104,7 @@ def stages_of(
     for s in range(layout.num_stages):
         rank, c = next((rank, row.index(s)) for rank, row in enumerate(layout.placement) if s in row)
         count = int(layout.active()[rank, c].sum())
-        names = tuple(sorted(chunk_layout(chunks[c][:count], pipeline.precision.weights).params))
+        names = tuple(sorted(chunk_layout(whole[c][:count], pipeline.precision.weights).params))
         layers = {name: numbers.layers[c][name] for name in names}
         params = StageArrays(layers)
         shapes = StageArrays(jax.tree.map(shape_of, layers))
@@ -118,10 +119,10 @@ def stages_of(
             )
             for m in range(pipeline.schedule.num_microbatches)
         ]
-        stage = _function(pipeline, chunk_layout(chunks[c], pipeline.precision.weights), count, embed if s == 0 else None, impl)
+        stage = _function(pipeline, chunks[c], count, embed if s == 0 else None, impl)
         args = (() if s == 0 else x, jax.tree.map(shape_of, extra[0]))
         fn = pipeline.precision.named_function(stage, count, leaf_names(shapes))
-        share = Fraction(count, len(chunks[c]))
+        share = Fraction(count, len(whole[c]))
         weights = pipeline.precision.first_weights(fn, (shapes, *args), numbers.weights[c], share)
         more = (numbers.state[c], weights)
         name = (s == 0, count, c)

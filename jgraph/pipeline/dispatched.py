@@ -251,7 +251,7 @@ def dispatched(
     model = pipeline.model
     mesh = pipeline.mesh
     shapes: PipelineParams = jax.eval_shape(unpack, params)
-    layers = [jax.eval_shape(pipeline.of_rank, chunk) for chunk in shapes.layers]
+    layers = (jax.eval_shape(pipeline.of_rank, chunk) for chunk in shapes.layers)
     chunks = tuple(chunk_layout(chunk, pipeline.precision.weights) for chunk in layers)
     program = _begin(pipeline, chunks, unpack, key, shapes, batch)
     step = jax.ShapeDtypeStruct((), jnp.int32)
@@ -260,7 +260,7 @@ def dispatched(
     embed = End.trace(model.embed, shapes.outer, lambda outer: outer, model.sharded, microbatch)
     x = jax.eval_shape(embed, embed.shapes, microbatch)
     head = End.trace(model.head, shapes.outer, pipeline.cast, model.sharded, x, microbatch)
-    stages = stages_of(pipeline, layers, embed, x, begun, jax.random.key_impl(key))
+    stages = stages_of(pipeline, chunks, embed, x, begun, jax.random.key_impl(key))
     batch_numbers = [jax.tree.leaves(numbers) for numbers in numbered(begun).batch]
     # Numbers of the leaves of `begun` that a stage or the loss reads. Unquantized parameters of FP8 matmuls are not read.
     read = {stage.params[place] for stage in stages for places in stage.shaped.reads.values() for place in places}
