@@ -137,7 +137,12 @@ def _depending(jaxpr: core.Jaxpr, given: Sequence[bool]) -> set[core.Var]:
 
 def holds(jaxpr: core.Jaxpr, names: Sequence[str]) -> bool:
     """True if a jaxpr or a jaxpr nested in it has an equation with one of the primitives."""
-    return any(eqn.primitive.name in names for eqn in jaxpr.eqns) or any(holds(inner, names) for inner in core.subjaxprs(jaxpr))
+    return any(runs(eqn, names) for eqn in jaxpr.eqns)
+
+
+def runs(eqn: core.JaxprEqn, names: Sequence[str]) -> bool:
+    """True if an equation or a jaxpr nested in it has one of the primitives."""
+    return eqn.primitive.name in names or any(holds(inner, names) for inner in core.jaxprs_in_params(eqn.params))
 
 
 def primitives(name: str, params: Mapping[str, Any]) -> set[str]:
@@ -166,7 +171,7 @@ def live_variables(
     used: set[str] = set()
     for eqn in reversed(jaxpr.eqns):
         flags = [v in live for v in eqn.outvars]
-        if not any(flags) and not _has_callback(eqn):
+        if not any(flags) and not runs(eqn, CALLBACKS):
             continue
         is_data = None if marked is None else [not is_literal(v) and v in marked for v in eqn.invars]
         given = [True] * len(eqn.invars)
@@ -181,10 +186,6 @@ def live_variables(
         used |= names if is_data is None or any(is_data) else set()
         live.update(v for v, flag in zip(eqn.invars, given, strict=True) if flag and isinstance(v, core.Var))
     return live, used
-
-
-def _has_callback(eqn: core.JaxprEqn) -> bool:
-    return eqn.primitive.name in CALLBACKS or any(holds(inner, CALLBACKS) for inner in core.jaxprs_in_params(eqn.params))
 
 
 def wanted_inside(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
