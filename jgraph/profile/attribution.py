@@ -110,7 +110,7 @@ def choose_step(trace: Trace, program: Program | None = None, count: int | None 
     trace = replace(trace, devices={device: name_captured(events, programs) for device, events in trace.devices.items()})
     bounds, found_by = find_steps(trace, programs, program, count)
     count = len(next(iter(bounds.values())))
-    # The first steps are faster, because the GPU was idle before. The last one has no next step, whose start would end it.
+    # The first steps are faster, because the GPU was idle before. The last one has no next step to end it.
     k = max(count - 2, 0)
     start = min(found[k][0] for found in bounds.values())
     stop = min(found[k + 1][0] for found in bounds.values()) if count > 1 else max(found[k][1] for found in bounds.values())

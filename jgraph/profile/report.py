@@ -26,7 +26,7 @@ _ABOUT = ("title", "device", "devices", "versions", "date", "flags", "memory", "
 
 
 def of_run(directory: Path) -> dict[str, Any]:
-    """Computes profile.json from the recording of a run with `--profile`. Writes nothing. Raises ProfileError if it is damaged.
+    """Computes profile.json from the recording of a profiled run. Writes nothing. Raises ProfileError if it is damaged.
 
     The directory has run.json, program.txt.gz, and traces in `uncaptured` and optionally `captured`.
     """

@@ -33,7 +33,7 @@ class CompiledStep:
         batch: Shapes and shardings of the batch that the step takes (the result of `TrainStep.place`), a tree of
             `jax.ShapeDtypeStruct`.
         gradients: The separate executables that compute the gradients before `executable` runs. Only some pipelines have any.
-        optimizer: What the optax transform updates, packed parameters or the model's own tree, and why.
+        optimizer: The arrays that the optax transform updates, packed parameters or the model's own tree, and the reason.
     """
 
     executable: jax.stages.Compiled

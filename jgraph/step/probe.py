@@ -1,7 +1,7 @@
 """Finds out whether an optax transform is elementwise, so that it may update packed, padded and stacked parameters.
 
 Traces the transform without running it. It is elementwise if it updates each element by one rule, from the values at the same
-place, whatever the names and shapes of the parameters are.
+place, for all names and shapes of the parameters.
 """
 
 import inspect

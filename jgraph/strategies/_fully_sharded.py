@@ -62,12 +62,6 @@ class FullySharded(FSDPChoices):
     def bind(self, objective: Objective) -> DataParallel:
         """Binds the strategy to a loss, and chooses the sharded axis of every parameter.
 
-        Args:
-            objective: The loss and the choices of the step.
-
-        Returns:
-            The bound strategy.
-
         Raises:
             ConfigError: If a rule or an annotation does not fit the parameters, the devices cannot share the experts, the loss
                 is not a function, the mesh has several devices on `tensor` and no parameter is split over them, or `fp8` is set

@@ -38,12 +38,6 @@ class Replicated:
     def bind(self, objective: Objective) -> DataParallel:
         """Binds the strategy to a loss without sharding any parameter.
 
-        Args:
-            objective: The loss and the choices of the step.
-
-        Returns:
-            The bound strategy.
-
         Raises:
             ConfigError: If the loss is not a function, the mesh has several devices on `tensor` and no parameter is split over
                 them, or `fp8` is set and the loss has no matmul that can be in FP8.

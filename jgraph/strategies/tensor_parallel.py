@@ -157,12 +157,6 @@ class TensorParallel:
     def bind(self, objective: Objective) -> BoundStrategy:
         """Binds the wrapped strategy to a loss that gets split parameters.
 
-        Args:
-            objective: The loss and the choices of the step.
-
-        Returns:
-            The bound strategy.
-
         Raises:
             ConfigError: If the devices cannot share a parameter, or the wrapped strategy raises it.
         """

@@ -45,7 +45,7 @@ def profiled(config: TrainConfig, platform: str) -> TrainConfig:
 
 
 class Profile(Callback):
-    """Traces the steps of `--profile`, once per run, and writes a report of their kernels to `profile/`.
+    """Traces the steps in `monitor.profile_steps`, once per run, and writes a report of their kernels to `profile/`.
 
     `captured/` has the trace with command buffers, if the step has any, and `uncaptured/` the one without. Only process 0
     reports. `batches` takes the index of a step, from 0, and returns its batch on the devices.

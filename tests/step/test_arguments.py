@@ -202,7 +202,8 @@ def test_placing_a_batch_with_another_number_of_rows_is_refused():
 
 
 def test_a_batch_that_is_not_divided_may_have_other_first_axes():
-    step_of().lower(BATCH | {"edges": jnp.ones((5, 2))})
+    lowered = step_of().lower(BATCH | {"edges": jnp.ones((5, 2))})
+    assert "tensor<5x2xf32>" in lowered.as_text()
 
 
 def test_a_batch_leaf_may_be_none():
