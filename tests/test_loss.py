@@ -67,6 +67,7 @@ def test_loss_and_gradients_equal_the_mean_cross_entropy(chunk):
         assert_close(actual, expected, rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.once
 @settings(max_examples=8)
 @given(data=st.data(), batch=st.integers(1, 3), length=st.integers(1, 6), width=st.integers(1, 9), vocab=st.integers(1, 17))

@@ -109,6 +109,7 @@ def test_every_flag_on_a_page_exists(page):
     assert [name for name in sorted(named) if name not in known and name.replace("--no-", "--", 1) not in known] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", SNIPPETS)
 def test_every_snippet_of_a_guide_runs_alone_and_prints_its_comments(code, capsys, request):
     if "target=" in code:

@@ -65,7 +65,7 @@ def reference(recipe):
     return made, single_calls(build(fns, given, xs), given, xs, targets)
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.once), "delayed"])
+@pytest.mark.parametrize("recipe", [pytest.param("current", marks=[pytest.mark.long, pytest.mark.once]), "delayed"])
 def test_fp8_callables_return_the_gradients_of_the_fp8_function(recipe):
     (fns, given, xs, targets), (losses, grads) = reference(recipe)
 

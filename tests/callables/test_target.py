@@ -35,7 +35,7 @@ def aliased(device):
     return blocks(1, device, param_grads="aliased")
 
 
-@pytest.mark.parametrize("delay", [pytest.param(False, marks=pytest.mark.once), True])
+@pytest.mark.parametrize("delay", [pytest.param(False, marks=[pytest.mark.long, pytest.mark.once]), True])
 def test_every_executable_of_a_block_is_one_command_buffer(h200, delay):
     graphed = blocks(1, h200[0], delay_wgrad=True) if delay else aliased(h200[0])
     reports = dict(graphed.reports())

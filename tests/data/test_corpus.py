@@ -21,7 +21,7 @@ def token_directory(tmp_path, text_file, tokenizer_file):
     return tmp_path / "tokens"
 
 
-@pytest.mark.parametrize("name", CORPORA)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name == "python-source")) for name in CORPORA])
 def test_a_named_corpus_is_the_same_each_time_it_is_opened(name):
     first, second = open_corpus(name), open_corpus(name)
     assert first.fingerprint == second.fingerprint

@@ -174,8 +174,8 @@ def test_the_hook_of_the_date_is_needed_while_transformers_passes_no_functions_t
     ("code", "message"),
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "it takes more than 1 seconds"),
-        ("{% set x = 'a' * 3000000000 %}", "it needs more than 2 GiB of memory"),
-        ("{{ raise_exception('two\nlines') }}", "two lines"),
+        pytest.param("{% set x = 'a' * 3000000000 %}", "it needs more than 2 GiB of memory", marks=pytest.mark.long),
+        pytest.param("{{ raise_exception('two\nlines') }}", "two lines", marks=pytest.mark.long),
     ],
 )
 def test_a_template_that_does_not_end_or_exhausts_memory_is_refused_with_its_record(tmp_path, monkeypatch, code, message):

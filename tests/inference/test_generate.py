@@ -122,6 +122,7 @@ def test_greedy_text_is_the_same_with_and_without_a_cache_and_for_single_prompts
     assert found == alone
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_a_run_samples_with_the_biases_of_its_router():
     sizes = SIZES | {"num_layers": 1, "mlp": "swiglu", "moe": SIGMOID}

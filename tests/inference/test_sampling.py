@@ -66,7 +66,9 @@ def test_each_row_is_filtered_on_its_own():
     assert kept(logits, top_k=2).tolist() == [[False, False, False, True, True], [True, True, False, False, False]]
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [pytest.param(0, 1.0, marks=pytest.mark.long), pytest.param(3, 1.0, marks=pytest.mark.long), (0, 0.7)]
+)
 def test_draws_have_the_probabilities_of_the_kept_tokens(top_k, top_p):
     count, sampling = 40_000, settings_of(1.0, top_k, top_p)
     keys = jax.random.split(jax.random.key(0), count)

@@ -150,7 +150,9 @@ def test_a_feature_that_is_not_supported_may_only_be_off(name, tmp_path):
             AdapterFolder(path, field="adapter").rank_and_alpha()
 
 
-@pytest.mark.parametrize("targets", [("*/kernel",), ("blocks/0/attention/*",)], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "targets", [pytest.param(("*/kernel",), marks=pytest.mark.long), ("blocks/0/attention/*",)], ids=["all", "some"]
+)
 def test_a_loaded_adapter_computes_the_logits_of_merged_tensors(targets, tmp_path):
     make(tmp_path / "base")
     make_adapter(tmp_path / "adapter", LLAMA, targets)

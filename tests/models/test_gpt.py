@@ -107,6 +107,7 @@ def scanned_and_unrolled():
     return loss_and_grads(scanned, stacked(params)), (loss, stacked(grads))
 
 
+@pytest.mark.long
 def test_scanned_layers_have_the_loss_of_unrolled_layers(scanned_and_unrolled):
     (scanned, _), (unrolled, _) = scanned_and_unrolled
     assert scanned == pytest.approx(float(unrolled), rel=1e-6)

@@ -28,6 +28,7 @@ FLAGS = """
 """
 
 
+@pytest.mark.long
 def test_routers_are_logged_and_dead_experts_are_warned_about_once(tmp_path, capsys):
     assert main([*FLAGS.split(), "--run-dir", str(tmp_path)]) == 0
     output = "".join(capsys.readouterr())
@@ -46,6 +47,7 @@ TINY = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_a_nan_router_is_reported_in_one_line(tmp_path, capsys):
     assert tiny.train(tmp_path, *TINY.split(), "--model.module", "tests.faulty:NaNRouter", "--steps", "1") == 1

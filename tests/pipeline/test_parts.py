@@ -108,7 +108,10 @@ SHARED = PipelineModel(shared_embed, model.layer, shared_head, sharded={"table":
 
 @pytest.mark.parametrize(
     ("name", "P", "C", "runtime"),
-    [("aligned", 4, 1, "aligned"), pytest.param("zb-v", 2, 2, "general", marks=pytest.mark.once)],
+    [
+        pytest.param("aligned", 4, 1, "aligned", marks=pytest.mark.long),
+        pytest.param("zb-v", 2, 2, "general", marks=pytest.mark.once),
+    ],
 )
 def test_embedding_and_head_sharded_over_ranks_have_correct_gradients(name, P, C, runtime):
     pipe = model.pipeline(generate(name, pp=P, microbatches=5, chunks=C), 4, parts=SHARED, runtime=runtime)
@@ -118,6 +121,7 @@ def test_embedding_and_head_sharded_over_ranks_have_correct_gradients(name, P, C
     model.assert_same(model.run_pipeline(pipe), model.expected(4, 5))
 
 
+@pytest.mark.long
 def test_sharded_embedding_and_head_work_with_data_ranks():
     pipe = model.pipeline(generate("1f1b", pp=2, microbatches=4), 2, dp=2, parts=SHARED)
     model.assert_same(model.run_pipeline(pipe, dropout=5), model.expected(2, 4, 2, 5))

@@ -107,7 +107,7 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "axes", "choices"),
     [
-        pytest.param("aligned", [("pipe", 4)], {}, marks=pytest.mark.once),
+        pytest.param("aligned", [("pipe", 4)], {}, marks=[LONG, pytest.mark.once]),
         pytest.param("zb-v", [PIPE], {"chunks": 2}, marks=[LONG, pytest.mark.once]),
         pytest.param("1f1b", [DATA, ("pipe", 4)], {"remat": "layer"}, marks=pytest.mark.once),
         pytest.param("zb-v", [DATA, PIPE], {"chunks": 2, "engine": "dispatch"}, marks=[LONG, pytest.mark.once]),
@@ -157,6 +157,7 @@ def test_a_skipped_step_does_not_change_the_carried_state():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_carried_state_moves_between_layouts_bit_for_bit():
     first, second = step_of("aligned", PIPE), one_device(MICROBATCHES)

@@ -245,6 +245,7 @@ def dispatch_step():
     return pipeline_step("gpipe", microbatches=2, rows=rows, layers=2, remat="wide", **DISPATCH).compile(batch_of(rows))
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_the_dispatch_engine_does_not_save_recomputed_matmuls(dispatch_step):
     stages = dispatch_step.gradients.dispatched.stages
@@ -271,6 +272,7 @@ def quantizations(jaxpr, times=1):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("schedule", "chunks"), [("aligned", 1), pytest.param("zb-v", 2, marks=pytest.mark.once)])
 def test_a_rank_quantizes_each_of_its_weights_once_per_step(schedule, chunks):
     layers = 2 * chunks + 1
@@ -282,6 +284,7 @@ def test_a_rank_quantizes_each_of_its_weights_once_per_step(schedule, chunks):
         assert quantizations(traced.jaxpr.jaxpr) == 2 * places
 
 
+@pytest.mark.long
 def test_sharded_weights_of_a_pipeline_are_gathered_only_in_fp8():
     text = pipeline_step("aligned", (PIPE, FSDP), rows=2 * M * B, layers=2).compile(batch_of(2 * M * B)).as_text()
     gathered = re.findall(r"= \(?(\w+)\[([\d,]*)\]\S* all-gather", text)

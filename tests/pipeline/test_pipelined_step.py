@@ -91,11 +91,11 @@ def expected():
     ("axes", "schedule", "engine", "transform"),
     [
         # Every axis and every engine with both transforms.
-        pytest.param(FOUR, "zb-h1", "program", "muon", marks=pytest.mark.once),
+        pytest.param(FOUR, "zb-h1", "program", "muon", marks=[pytest.mark.long, pytest.mark.once]),
         (DATA, "aligned", "program", "adam"),
-        (FSDP, "1f1b", "program", "adam"),
-        pytest.param(FSDP, "1f1b", "program", "muon", marks=pytest.mark.once),
-        pytest.param(FOUR, "zb-h1", "dispatch", "adam", marks=pytest.mark.once),
+        pytest.param(FSDP, "1f1b", "program", "adam", marks=pytest.mark.long),
+        pytest.param(FSDP, "1f1b", "program", "muon", marks=[pytest.mark.long, pytest.mark.once]),
+        pytest.param(FOUR, "zb-h1", "dispatch", "adam", marks=[pytest.mark.long, pytest.mark.once]),
         ({"pipe": 2, "data": 2}, "1f1b", "dispatch", "muon"),
     ],
 )

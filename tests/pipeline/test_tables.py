@@ -144,6 +144,7 @@ def test_an_aligned_pipeline_has_one_slot_per_pending_array(P, M, held, waiting)
     assert slots["stash"] == waiting
 
 
+@pytest.mark.long
 @given(schedules(), st.integers(0, 2**32 - 1), st.sampled_from(["all", "makers"]))
 @settings(max_examples=100)
 def test_random_schedules_with_idle_ticks_are_valid(schedule, seed, writing):

@@ -42,7 +42,14 @@ def trained_on_one_device(optimizer: str):
     return jax.device_get(trained(OPTIMIZERS[optimizer], model.params(L), gradients))
 
 
-@pytest.mark.parametrize(("name", "C", "runtime"), [("aligned", 1, "aligned"), ("zb-v", 2, "general"), ("1f1b", 1, "general")])
+@pytest.mark.parametrize(
+    ("name", "C", "runtime"),
+    [
+        pytest.param("aligned", 1, "aligned", marks=pytest.mark.long),
+        pytest.param("zb-v", 2, "general", marks=pytest.mark.long),
+        ("1f1b", 1, "general"),
+    ],
+)
 def test_weights_after_ten_steps_equal_one_device(name, C, runtime):
     pipe = model.pipeline(generate(name, pp=2, microbatches=M, chunks=C), L, runtime=runtime)
     run = jax.jit(pipe.loss_and_grads)
@@ -87,7 +94,10 @@ def distance(a, b) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-@pytest.mark.parametrize(("name", "C"), [("aligned", 1), ("zb-v", 2), ("1f1b", 1)])
+@pytest.mark.parametrize(
+    ("name", "C"),
+    [pytest.param("aligned", 1, marks=pytest.mark.long), pytest.param("zb-v", 2, marks=pytest.mark.long), ("1f1b", 1)],
+)
 def test_bfloat16_pipelines_have_float32_gradients_as_accurate_as_one_device(name, C):
     pipe = model.pipeline(
         generate(name, pp=2, microbatches=M, chunks=C), L, parts=LOW, fsdp=FSDPChoices(compute_dtype=jnp.bfloat16)

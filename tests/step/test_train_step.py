@@ -106,9 +106,9 @@ ACCUMULATED = optax.MultiSteps(optax.adam(1e-2), 2)
 @pytest.mark.parametrize(
     ("name", "transform"),
     [
-        *((name, "muon") for name in STRATEGIES),
-        pytest.param("data 4", "adafactor", marks=pytest.mark.once),
-        pytest.param("fsdp 4, resharding", "adafactor", marks=pytest.mark.once),
+        *(pytest.param(name, "muon", marks=[pytest.mark.long] * (name != "data 2 x fsdp 2")) for name in STRATEGIES),
+        pytest.param("data 4", "adafactor", marks=[pytest.mark.long, pytest.mark.once]),
+        pytest.param("fsdp 4, resharding", "adafactor", marks=[pytest.mark.long, pytest.mark.once]),
         pytest.param("one device", "masked by path", marks=pytest.mark.once),
         pytest.param("data 2 x fsdp 2", "masked by path", marks=pytest.mark.once),
         ("data 2 x fsdp 2", "polyak's rate"),

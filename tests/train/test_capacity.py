@@ -43,7 +43,16 @@ def expected(tmp_path_factory):
 
 
 # The halt is found at once, four steps later, or when a checkpoint is saved.
-@pytest.mark.parametrize("flags", ["--log-every 1", "--log-every 14", "--log-every 14 --checkpoint-every 5 --eval-every 10"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--log-every 1",
+        *(
+            pytest.param(flags, marks=pytest.mark.long)
+            for flags in ("--log-every 14", "--log-every 14 --checkpoint-every 5 --eval-every 10")
+        ),
+    ],
+)
 def test_a_halted_step_is_replayed_with_more_capacity_and_the_losses_do_not_change(tmp_path, capsys, expected, flags):
     assert run(tmp_path, *flags.split()) == 0
     (line,) = replay_lines(capsys.readouterr().out)
@@ -56,6 +65,7 @@ def test_a_halted_step_is_replayed_with_more_capacity_and_the_losses_do_not_chan
     assert all(entry["skipped"] == 0 for entry in tiny.entries(tmp_path))
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_with_the_configured_capacity_and_the_same_losses(tmp_path, capsys, expected):
     assert run(tmp_path, "--log-every", "1") == 0
     shutil.rmtree(tmp_path / "checkpoints" / "14")
@@ -69,6 +79,7 @@ def test_a_killed_run_resumes_with_the_configured_capacity_and_the_same_losses(t
     assert tiny.losses(tmp_path) == expected
 
 
+@pytest.mark.long
 def test_a_run_that_stops_before_it_finds_the_halt_is_saved_before_the_halted_step(tmp_path, capsys, expected, monkeypatch):
     def agreed_stop(stop, watchdog, every):
         def stops(done):

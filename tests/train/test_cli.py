@@ -338,6 +338,7 @@ def test_a_loss_chunk_that_does_not_divide_the_tokens_is_refused_with_its_flag(r
     assert_names(refused("--model.loss-chunk", "7", *pipeline), "--model.loss-chunk is 7: must be a divisor of the ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("platform", ["cuda", pytest.param("abacus", marks=pytest.mark.long)])
 def test_a_missing_platform_is_refused_in_one_line(tmp_path, monkeypatch, platform):
     monkeypatch.setenv("JAX_PLATFORMS", platform)

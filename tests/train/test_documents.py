@@ -72,6 +72,7 @@ def assert_same(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * np.abs(b).max()), found[1], expected[1])
 
 
+@pytest.mark.long
 def test_packed_rows_have_the_loss_and_gradients_of_padded_rows(weights, padded, loss_and_grads):
     assert_same(loss_and_grads(weights[1], packed()), padded)
 

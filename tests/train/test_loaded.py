@@ -48,6 +48,7 @@ def test_a_run_of_any_layout_is_loaded_onto_one_device(run_dir, loaded, tmp_path
         assert len(one.tokenizer.encode(one.generate("The ", max_tokens=5))) >= 1
 
 
+@pytest.mark.long
 def test_load_reads_the_requested_step(run_dir, loaded):
     batch = np.asarray(loaded.tokenizer.encode("The with statement is used to wrap"))[None, :33].astype(np.int32)
     earlier = jgraph.load(run_dir, step=2)

@@ -167,6 +167,7 @@ def test_adapters_are_added_to_the_weights_of_another_run(tmp_path, layout):
     assert all(a.any() and not b.any() for a, b in low.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [{}, pytest.param({"fsdp": 4}, marks=pytest.mark.long)])
 def test_the_adapters_of_another_run_are_merged_or_taken_over(tmp_path, layout):
     config, there = saved(tmp_path / "run", LORA)
@@ -199,6 +200,7 @@ def test_the_optimizer_state_of_other_adapters_is_refused(tmp_path):
         continued(tmp_path / "run", config, lora=LoRAConfig(), continue_with="optimizer")
 
 
+@pytest.mark.long
 def test_a_run_starts_with_a_folder_resumes_is_evaluated_and_samples(tmp_path, capsys):
     folder, arrays = make(tmp_path / "folder")
     flags = ("--init-from", str(folder.path), "--lora.rank", "4", "--lora.base-dtype", "float32", "--fsdp", "2")
@@ -294,6 +296,7 @@ class Odd(nnx.Module):
         return (y @ self.partial[...])[:, :2] @ self.tied[...] + (y @ self.partial[:, :2]) * self.tied[0]
 
 
+@pytest.mark.long
 def test_weights_in_other_layouts_have_adapters():
     model, x = jgraph.functional(lambda: Odd(nnx.Rngs(0))), jax.random.normal(jax.random.key(1), (3, 4))
     adapted = jgraph.lora(model, x, rank=2, targets=("heads/*", "left"))

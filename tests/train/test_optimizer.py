@@ -104,8 +104,8 @@ def muon_axes(params: Any) -> Any:
 
 
 ELEMENTWISE = [name for name, kind in OPTIMIZERS.items() if kind.updates == "elements"]
-# By default without most optimizers of elements, which differ in the names and defaults of their arguments only.
-OFTEN = ("adamw", "lion", "sgd", *(name for name in OPTIMIZERS if name not in ELEMENTWISE))
+# The others differ in the names and defaults of their arguments only.
+OFTEN = ("adamw", "muon")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in OFTEN)) for name in OPTIMIZERS])

@@ -63,6 +63,7 @@ def shown(directory: Path) -> list[tuple[int, str, float]]:
     return found
 
 
+@pytest.mark.long
 def test_every_tracker_gets_the_entries_of_metrics_jsonl(tmp_path, wandb):
     assert tiny.train(tmp_path / "run", "--steps", "2", "--log", "tensorboard", "wandb") == 0
     entries = tiny.entries(tmp_path / "run")

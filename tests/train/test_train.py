@@ -113,6 +113,7 @@ def test_an_extended_run_has_the_losses_of_a_run_with_the_same_decay_steps(tmp_p
     assert len(ours) == 30
 
 
+@pytest.mark.long
 def test_a_run_resumes_from_entries_without_seconds(tmp_path):
     flags = ("--steps", "4", "--checkpoint-every", "2")
     assert tiny.train(tmp_path / "run", *flags) == 0
@@ -135,6 +136,7 @@ def test_a_run_on_a_data_mixture_resumes_with_the_same_batches(tmp_path):
     assert tiny.losses(tmp_path / "run") == before
 
 
+@pytest.mark.long
 def test_no_resume_replaces_the_run_and_has_the_same_losses(run):
     run_dir, _ = run
     (run_dir / "mine.txt").write_text("mine")

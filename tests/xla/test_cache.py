@@ -38,6 +38,7 @@ def start(directory, argument, code):
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 def test_a_second_process_hits_the_cache_and_gets_the_same_report_aliases_and_memory(tmp_path):
     *first, results = start(tmp_path, "compiles", START)
     assert first == [1, 0, True]
