@@ -312,6 +312,7 @@ def test_the_compiled_gradient_holds_no_float32_logits_of_the_whole_batch(h200, 
     assert temporary_bytes_per_logit(chunk) < 4
 
 
+@pytest.mark.long
 @pytest.mark.target
 @pytest.mark.xfail(
     jax.__version_info__ < (0, 11),

@@ -186,6 +186,7 @@ def test_the_tables_of_readme_and_benchmarks_page_match_the_results(run):
     run("readme", "--check")
 
 
+@pytest.mark.long
 def test_a_page_that_differs_from_the_results_is_reported_and_rewritten(tmp_path, monkeypatch, capsys, run, run_error):
     text = f"# x\n\nBefore.\n\n{readme.BEGIN}\n| 1.19 |\n{readme.END}\n\nAfter.\n"
     for name in ("README", "PAGE"):

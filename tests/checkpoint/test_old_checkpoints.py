@@ -24,9 +24,8 @@ STORED: dict[str, dict[str, str]] = json.loads((make.FOLDER / "digests.json").re
 TARGETS = [(case, layout) for case, choices in CASES.items() for layout in choices.layouts]
 # Every way to store parameters once: packed, padded, stacked, split and mixed with frozen ones.
 FAST = {
-    *(("dense", layout) for layout in ("one", "fsdp_rules", "fsdp_tp")),
-    *(("frozen", layout) for layout in ("pp", "pp_fsdp")),
-    *(("experts", layout) for layout in ("ep_only", "pp_ep")),
+    *(("dense", layout) for layout in ("one", "fsdp_tp")),
+    *(("frozen", "pp_fsdp"), ("experts", "pp_ep")),
     *(("chunks", "pp_chunks"), ("lora", "pp_tp"), ("fp8", "pp"), ("adafactor", "pp"), ("muon", "tp")),
 }
 

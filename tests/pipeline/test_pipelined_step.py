@@ -96,7 +96,7 @@ def expected():
         pytest.param(FSDP, "1f1b", "program", "adam", marks=pytest.mark.long),
         pytest.param(FSDP, "1f1b", "program", "muon", marks=[pytest.mark.long, pytest.mark.once]),
         pytest.param(FOUR, "zb-h1", "dispatch", "adam", marks=[pytest.mark.long, pytest.mark.once]),
-        ({"pipe": 2, "data": 2}, "1f1b", "dispatch", "muon"),
+        pytest.param({"pipe": 2, "data": 2}, "1f1b", "dispatch", "muon", marks=pytest.mark.long),
     ],
 )
 def test_the_steps_of_a_pipeline_equal_one_device(axes, schedule, engine, transform, expected, batch):

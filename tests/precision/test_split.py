@@ -88,11 +88,11 @@ def assert_same(a, b):
 @pytest.mark.parametrize(
     ("stage", "recipe"),
     [
-        pytest.param("mlp", "delayed, bf16 wgrad", marks=pytest.mark.once),
+        pytest.param("mlp", "delayed, bf16 wgrad", marks=[pytest.mark.long, pytest.mark.once]),
         pytest.param("scan", "delayed", marks=pytest.mark.long),
         ("head kept", "current"),  # with the matmuls of "mlp"
-        pytest.param("checkpoint", "delayed", marks=pytest.mark.once),
-        ("experts", "delayed, e4m3"),
+        pytest.param("checkpoint", "delayed", marks=[pytest.mark.long, pytest.mark.once]),
+        pytest.param("experts", "delayed, e4m3", marks=pytest.mark.long),
         ("experts", "calibrate"),  # with a plain matmul
         ("wide", "mxfp8"),
         pytest.param("wide scan", "mxfp8", marks=pytest.mark.long),

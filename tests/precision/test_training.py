@@ -54,6 +54,7 @@ def test_mxfp8_is_refused_on_a_hopper_gpu_without_emulation(monkeypatch):
     assert setup.fp8_recipe(TrainConfig.of(precision="fp8", fp8=FP8Config(recipe="mxfp8"))) is not None
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_a_run_logs_the_fp8_matmuls_the_emulation_on_cpus_and_that_it_does_not_reshard_fp8_weights(tmp_path, capsys):
     assert tiny.train(tmp_path, *RUN, "--steps", "2", "--precision", "fp8", "--fsdp", "2", "--reshard-after-forward") == 0

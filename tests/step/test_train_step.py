@@ -112,7 +112,7 @@ ACCUMULATED = optax.MultiSteps(optax.adam(1e-2), 2)
         pytest.param("one device", "masked by path", marks=pytest.mark.once),
         pytest.param("data 2 x fsdp 2", "masked by path", marks=pytest.mark.once),
         ("data 2 x fsdp 2", "polyak's rate"),
-        pytest.param("one device", "l-bfgs", marks=pytest.mark.once),
+        pytest.param("one device", "l-bfgs", marks=[pytest.mark.long, pytest.mark.once]),
     ],
 )
 def test_any_transform_gets_the_parameter_tree_of_the_model(name, transform, batch):
