@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return lambda: print_table(heads, show_rows(folder))
 
     def readme(*, check: bool = False) -> Command:
-        """Write the tables of README.md, notes/benchmarks.md and benchmarks/results/*.md from the stored results.
+        """Write the tables of README.md, notes/ and benchmarks/results/*.md, and the pictures, from the stored results.
 
         Args:
             check: Write nothing. Exit with code 1 if a page differs from the results.

@@ -33,6 +33,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.compare import read
+from benchmarks.pictures import save_figure
 from benchmarks.rows import Row
 from benchmarks.runner import Benchmark, Options, Work
 from benchmarks.tables import Section, number
@@ -179,12 +180,14 @@ def draw_curves(rows: list[Row], path: Path) -> None:
         size = min(_WINDOW, length)
         mean = np.convolve(losses(row)[:length] - losses(rows[0])[:length], np.full(size, 1 / size), mode="valid")
         below.plot(row["steps"][size - 1 : length], mean, label=row["variant"], linewidth=1)
+    for axes in (above, below):
+        axes.set_facecolor("none")
     above.set_yscale("log")
     above.set_ylabel("loss, nats per token")
-    above.legend()
+    above.legend(frameon=False)
     below.set_ylabel(f"difference from {rows[0]['variant']},\nmean of {_WINDOW} logged steps")
     below.set_xlabel("step")
-    figure.savefig(path, metadata={"Date": None})
+    save_figure(figure, path)
 
 
 BENCHMARK = Benchmark("Loss curves", __doc__, ConvergenceOptions, works, section)

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, of two pages of notes/ and of benchmarks/results/*.md from the stored results."""
+"""Writes the tables of README.md, of two pages of notes/ and of benchmarks/results/*.md, and pictures, from the results."""
 
 import importlib
 import math
@@ -6,7 +6,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks import runner
+import numpy as np
+
+from benchmarks import pictures, runner
 from benchmarks.compare import ResultsError, distinct, read
 from benchmarks.others import table as others
 from benchmarks.peers.te_variant import is_te
@@ -22,10 +24,12 @@ from benchmarks.tables import (
     short,
     variant_text,
 )
+from jgraph.schedule import Costs, Simulation, generate, simulate
 
 ROOT = Path(__file__).parents[1]
-README, PAGE = ROOT / "README.md", ROOT / "notes/benchmarks.md"
-OTHERS = ROOT / "notes/guide/other-programs.md"
+NOTES = ROOT / "notes"
+README, PAGE, OTHERS = ROOT / "README.md", NOTES / "benchmarks.md", NOTES / "guide/other-programs.md"
+SPEED = "assets/speed.svg"
 MULTI_GPU = ("pipeline", "fsdp", "tensor_context", "callables")  # benchmarks on several GPUs, in the order of the page
 WITH_FP8 = ("fp8", "fsdp", "moe", "pipeline")  # benchmarks with FP8 results
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
@@ -46,9 +50,20 @@ GAINS = (
     ("12 small GPT blocks as graphed callables, called one by one", "callables1", "blocks", ("one by one",)),
 )
 
+# Names of peers, by the system of a row. Transformer Engine is the part of PyTorch's rows that uses it.
+PEERS = {"jax": "jax.jit + optax", "torch": "PyTorch", "te": "Transformer Engine"}
+# Rows of README's picture, each with the peers that compute in the same precision as jgraph.
+PICTURED = {
+    "GPT, 12 layers of 256, 2 x 128 tokens: launches limit the step": ("jax", "torch"),
+    "GPT 1.3B, bf16": ("jax", "torch"),
+    "GPT 1.3B, FP8": ("te",),
+    "Llama 3 8B, FP8, state sharded over 2 GPUs": ("torch", "te"),
+    "Large MLPs, pipeline of 2 GPUs": ("torch",),
+}
+
 
 def write_readme(check: bool) -> int:
-    """Writes the pages that have generated tables.
+    """Writes the pages that have generated tables, and the generated pictures.
 
     Args:
         check: Write nothing; only compare.
@@ -59,7 +74,8 @@ def write_readme(check: bool) -> int:
     pages = {README: _with_tables(README, gains_table()), PAGE: _with_tables(PAGE, page_tables())}
     pages[OTHERS] = _with_tables(OTHERS, others.table())
     pages |= {page: new for page in sorted(runner.RESULTS.glob("*.md")) if (new := results_page(page))}
-    outdated = [page for page, new in pages.items() if page.read_text() != new]
+    pages |= {NOTES / path: picture for path, picture in ({SPEED: gains_picture()} | timelines()).items()}
+    outdated = [page for page, new in pages.items() if not page.exists() or page.read_text() != new]
     if check and outdated:
         names = ", ".join(page.name for page in outdated)
         print(f"{names}: differs from the results; run python -m benchmarks readme", file=sys.stderr)
@@ -81,26 +97,59 @@ def _with_tables(page: Path, tables: str) -> str:
 def gains_table() -> str:
     """Returns the table of README: for each row of `GAINS`, the fastest time of each peer divided by the time of jgraph."""
     lines = []
+    for text, ours, peers in gains():
+        cells = [f"{_ratio(peer, ours)} x ({short(peer['ms'])} ms)" if peer else "not measured" for peer in peers.values()]
+        lines += [[text, f"{short(ours['ms'])} ms", *cells]]
+    heads = ["training step or work", "jgraph", "`jax.jit` + optax", *(PEERS[kind] for kind in ("torch", "te"))]
+    return "\n".join(markdown(heads, lines))
+
+
+def gains_picture() -> str:
+    """Returns the picture of README: the rows of `PICTURED` as bars."""
+    groups = []
+    for text, ours, peers in gains():
+        timed = [(PEERS[kind], row) for kind in PICTURED.get(text, ()) if (row := peers[kind])]
+        bars = [pictures.Bar(name, short(row["ms"]), _ratio(row, ours)) for name, row in timed]
+        if bars:
+            groups += [(text, [pictures.Bar("jgraph", short(ours["ms"]), "1"), *bars])]
+    return pictures.bars("Times on NVIDIA H200 GPUs: shorter bars are faster", groups)
+
+
+def gains() -> Iterable[tuple[str, Row, dict[str, Row | None]]]:
+    """Yields the text, the fastest row of jgraph and the fastest of each peer, for rows of `GAINS` with a time of jgraph."""
     for text, file, work, variants in GAINS:
         rows = read(runner.RESULTS / f"{file}.json")[work]["rows"]
         ours = fastest([row for row in rows if not variants or row["variant"] in variants], "jgraph")
-        groups: dict[str, list[Row]] = {"jax": [], "torch": [], "te": []}
+        groups: dict[str, list[Row]] = {kind: [] for kind in PEERS}
         for row in rows:
             if row.get("variant", "").endswith("no rotary"):  # computes less than the others
                 continue
             is_engine = row["system"] == "torch" and is_te(row["variant"])
             if row["system"] in groups:
                 groups["te" if is_engine else row["system"]].append(row)
-        cells = [_gain(fastest(own, "jax" if kind == "jax" else "torch"), ours) for kind, own in groups.items()]
-        lines += [[text, f"{short(ours['ms'])} ms" if ours else "", *cells]]
-    heads = ["training step or work", "jgraph", "`jax.jit` + optax", "PyTorch", "Transformer Engine"]
-    return "\n".join(markdown(heads, lines))
+        if ours:
+            yield text, ours, {kind: fastest(own, "jax" if kind == "jax" else "torch") for kind, own in groups.items()}
 
 
-def _gain(peer: Row | None, ours: Row | None) -> str:
-    if not (peer and ours):
-        return "not measured"
-    return f"{ratio(peer, ours, digits=2).partition(' ')[0]} x ({short(peer['ms'])} ms)"
+def _ratio(peer: Row, ours: Row) -> str:
+    return ratio(peer, ours, digits=2).partition(" ")[0]
+
+
+def timelines() -> dict[str, str]:
+    """Returns the pictures of pipelines by their path in notes/: two schedules, and a planned and a measured step."""
+    drawn = {}
+    for name, chunks in (("zb-h1", 1), ("aligned", 2)):
+        found = generate(name, pp=4, microbatches=8, chunks=chunks)
+        run = simulate(found, Costs().per_chunk(chunks), execution="lockstep" if name == "aligned" else "dataflow")
+        drawn[f"concepts/{name}.svg"] = pictures.timeline(name, run, "units of time")
+    (result,) = read(runner.RESULTS / "pipeline_trace.json").values()
+    (row,) = result["rows"]
+    ordered = generate(row["schedule"], pp=result["ranks"], microbatches=result["microbatches"]).newest_first()
+    planned = simulate(ordered, Costs(**row["categories"]), execution="lockstep")
+    measured = Simulation(ordered, *(tuple(map(np.array, row[key])) for key in ("starts_ms", "ends_ms")), latency=0.0)
+    for name, run in (("planned", planned), ("measured", measured)):
+        drawn[f"develop/pipeline-{name}.svg"] = pictures.timeline(f"{name} step", run, "ms")
+    return drawn
 
 
 def results_page(page: Path) -> str:

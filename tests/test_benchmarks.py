@@ -456,7 +456,9 @@ def test_loss_curves_are_compared_with_the_first_run(run_here, tmp_path, capsys)
     assert works["tiny"]["device"] == "X"
     assert "| off | auto | bf16 | 1.00 | 0, 0 | 1.7500 | 1.7500 | " in (page := capsys.readouterr().out)
     assert " | +0.1250, 0.3750, 0.5000 |" in page
-    assert (tmp_path / "convergence.svg").stat().st_size > 0
+    drawn = (tmp_path / "convergence.svg").read_text()
+    assert "prefers-color-scheme: dark" in drawn
+    assert "#000000" not in drawn.partition("</style>\n<rect")[2]
 
 
 def test_an_fp8_run_may_differ_by_twice_the_noise_of_the_baseline_runs(run_here, tmp_path, capsys):

@@ -13,7 +13,7 @@ from rich.table import Table
 from jgraph import schedule as schedules
 from jgraph.cli import Count, FlagConsole
 from jgraph.errors import ConfigError, require
-from jgraph.inspect import _draw
+from jgraph.inspect import draw
 
 # Sums of larger times could overflow to infinity.
 _MAX_TIME = 1e30
@@ -67,9 +67,9 @@ def schedule(
     # 100 columns if the output is not a terminal.
     console = FlagConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 100)
     # Terminals with 16 colors lack tints, and users redefine their palette.
-    cells: _draw.Cells = "colors" if console.color_system in ("256", "truecolor") and not console.no_color else "letters"
-    console.print(_draw.timeline(run, width=console.width, cells=cells), soft_wrap=True)
-    console.print(_draw.legend(run, cells=cells))
+    cells: draw.Cells = "colors" if console.color_system in ("256", "truecolor") and not console.no_color else "letters"
+    console.print(draw.timeline(run, width=console.width, cells=cells), soft_wrap=True)
+    console.print(draw.legend(run, cells=cells))
     console.print(_table(run, slots, console.width))
     console.print("idle time, its share of the step, and slots of each pool", style="dim italic")
     peak_residuals = run.peak({"forward_wgrad": 1 / found.num_chunks}).max()

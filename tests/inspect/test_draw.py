@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from rich.cells import cell_len
 from rich.style import Style
 
-from jgraph.inspect import _draw
+from jgraph.inspect import draw
 from jgraph.schedule import Costs, Simulation, generate, simulate
 from jgraph.schedule.action import LETTERS
 from tests.schedule.strategies import schedules
@@ -20,7 +20,7 @@ def run_of(name: str, pp: int, microbatches: int, chunks: int = 1, **options) ->
 
 
 def plain(run: Simulation, width: int = 100) -> str:
-    return _draw.timeline(run, width=width, cells="letters").plain
+    return draw.timeline(run, width=width, cells="letters").plain
 
 
 def rows(text: str, rank: int) -> list[str]:
@@ -115,7 +115,7 @@ def test_no_line_is_wider_than_the_console(pp, width):
     for name, microbatches, chunks in (("1f1b", 1, 1), ("gpipe", 7, 2), ("zb-v", 64, 2), ("zb-h2", 11, 1)):
         run = run_of(name, pp, microbatches, chunks, latency=0.3)
         for cells in ("colors", "letters"):
-            text = _draw.timeline(run, width=width, cells=cells).plain
+            text = draw.timeline(run, width=width, cells=cells).plain
             assert max(map(cell_len, text.splitlines())) <= width
             shown = {int(r) for r in re.findall(r"^rank (\d+)", text, re.M)}
             assert shown == {*range(pp)}
@@ -145,23 +145,23 @@ def luminance(color: str) -> float:
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 8])
 def test_text_has_sufficient_contrast_on_every_color(chunks):
-    for kind in _draw.COLORS:
+    for kind in draw.COLORS:
         for chunk in range(chunks):
-            light, dark = sorted((luminance(_draw.tint(kind, chunk, chunks)), luminance(_draw.TEXT)), reverse=True)
+            light, dark = sorted((luminance(draw.tint(kind, chunk, chunks)), luminance(draw.TEXT)), reverse=True)
             assert (light + 0.05) / (dark + 0.05) >= 4.5
 
 
 def test_every_kind_and_chunk_has_a_distinct_color():
-    colors = [_draw.tint(kind, chunk, 4) for kind in _draw.COLORS for chunk in range(4)]
+    colors = [draw.tint(kind, chunk, 4) for kind in draw.COLORS for chunk in range(4)]
     for a, b in combinations(colors, 2):
         differences = [abs(int(a[i : i + 2], 16) - int(b[i : i + 2], 16)) for i in (1, 3, 5)]
         assert max(differences) > 20, (a, b)
-    assert [_draw.tint(kind, 0, 4) for kind in _draw.COLORS] == list(_draw.COLORS.values())
+    assert [draw.tint(kind, 0, 4) for kind in draw.COLORS] == list(draw.COLORS.values())
 
 
 def test_cells_have_the_color_of_their_kind_and_chunk_and_show_the_microbatch():
     run = run_of("zb-v", 2, 3, 2)
-    text = _draw.timeline(run, width=200, cells="colors")
+    text = draw.timeline(run, width=200, cells="colors")
     found = []
     for span in text.spans:
         style = span.style if isinstance(span.style, Style) else Style.parse(span.style)
@@ -170,7 +170,7 @@ def test_cells_have_the_color_of_their_kind_and_chunk_and_show_the_microbatch():
                 (style.bgcolor.name.upper(), style.color and style.color.name, text.plain[span.start : span.end].strip())
             )
     expected_cells = [
-        (_draw.tint(action_kind, chunk, 2), _draw.TEXT, str(m))
+        (draw.tint(action_kind, chunk, 2), draw.TEXT, str(m))
         for order in run.schedule
         for action_kind, chunk, m in zip(order.kinds.tolist(), order.chunks.tolist(), order.microbatches.tolist(), strict=True)
     ]
@@ -179,7 +179,7 @@ def test_cells_have_the_color_of_their_kind_and_chunk_and_show_the_microbatch():
 
 @pytest.mark.parametrize("cells", ["colors", "letters"])
 def test_the_legend_lists_exactly_the_drawn_kinds_and_chunks(cells):
-    one, two = (_draw.legend(run, cells=cells).plain for run in (run_of("1f1b", 2, 2), run_of("zb-v", 2, 2, 2)))
+    one, two = (draw.legend(run, cells=cells).plain for run in (run_of("1f1b", 2, 2), run_of("zb-v", 2, 2, 2)))
     assert "B" in one
     assert "full backward" in one
     assert " W " not in one

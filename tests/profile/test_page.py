@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jgraph.inspect._draw import COLORS, tint
+from jgraph.inspect.draw import COLORS, tint
 from jgraph.page import render
 from jgraph.schedule.action import KINDS
 from tests import browser

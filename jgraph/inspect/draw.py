@@ -20,7 +20,7 @@ Cells = Literal["colors", "letters"]
 COLORS = {FORWARD: "#56B4E9", DGRAD: "#E69F00", WGRAD: "#009E73", BACKWARD: "#D55E00"}
 TEXT = "#000000"
 
-_LABELS = {FORWARD: "forward", DGRAD: "dgrad", WGRAD: "wgrad", BACKWARD: "full backward"}
+LABELS = {FORWARD: "forward", DGRAD: "dgrad", WGRAD: "wgrad", BACKWARD: "full backward"}
 _IDLE, _CONTINUED = "·", "-"
 _MAX_LINES = 40
 
@@ -107,7 +107,7 @@ def legend(run: Simulation, *, cells: Cells) -> Text:
     chunks = run.schedule.num_chunks
     for kind in np.unique(np.concatenate([order.kinds for order in run.schedule])).tolist():
         style = Style(color=TEXT, bgcolor=COLORS[kind]) if cells == "colors" else ""
-        text.append(f" {LETTERS[kind]} " if cells == "colors" else LETTERS[kind], style=style).append(f" {_LABELS[kind]}   ")
+        text.append(f" {LETTERS[kind]} " if cells == "colors" else LETTERS[kind], style=style).append(f" {LABELS[kind]}   ")
     text.append(_IDLE * 3 if cells == "colors" else _IDLE, style="dim").append(" idle   number: microbatch")
     if chunks > 1:
         later = f"chunk 2 to {chunks}" if chunks > 2 else "chunk 2"
