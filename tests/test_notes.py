@@ -6,6 +6,7 @@ import re
 import subprocess
 import tomllib
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -15,17 +16,20 @@ from jgraph.settings import flatten
 from jgraph.train.presets import preset
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("notes/*/*.md"))]
+HOME = [ROOT / "README.md", ROOT / "notes/index.md"]
+PAGES = [*HOME, *sorted(ROOT.glob("notes/*/*.md"))]
 # Measurements name files, options and flags as of their date, so only their links are checked.
 MEASUREMENTS = sorted(ROOT.glob("notes/develop/measurements/*.md"))
 GUIDES = [
-    ROOT / "README.md",
+    *HOME,
     *(page for room in ("start", "guide", "concepts", "coming-from") for page in sorted(ROOT.glob(f"notes/{room}/*.md"))),
 ]
+# Code in a tab is indented.
+SNIPPET = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 SNIPPETS = [
-    pytest.param(code, id=f"{page.name}-{i}", marks=[pytest.mark.target] if "target=" in code else [])
+    pytest.param(dedent(code), id=f"{page.name}-{i}", marks=[pytest.mark.target] if "target=" in code else [])
     for page in GUIDES
-    for i, code in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL))
+    for i, (_, code) in enumerate(SNIPPET.findall(page.read_text(encoding="utf-8")))
 ]
 GENERATED = {
     "config.json",

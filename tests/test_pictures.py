@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks import compare, pictures, readme, runner
-from benchmarks.readme import gains_picture, gains_table, timelines
+from benchmarks.readme import NOTES, README, gains, gains_picture, gains_table, timelines
 from jgraph.inspect.draw import tint
 from jgraph.schedule import Costs, generate, simulate
 from tests.browser import contrast
@@ -34,6 +34,17 @@ def test_lengths_of_bars_are_the_ratios():
     ours, peer = (float(width) for width in re.findall(r'width="([\d.]+)" height="\d+" class="(?:ours|peer)"', drawn))
     assert peer / ours == pytest.approx(1.5)
     assert texts(drawn) == ["t", "work", "jgraph", "2.00 ms", "PyTorch", "3.00 ms, 1.50 x"]
+
+
+@pytest.mark.parametrize("page", [README, NOTES / "index.md"], ids=lambda page: page.name)
+def test_the_speeds_in_the_first_lines_of_a_page_are_those_of_the_table(page):
+    ratios = {text: {kind: row["ms"] / ours["ms"] for kind, row in peers.items() if row} for text, ours, peers in gains()}
+    launches, *_ = ratios.values()
+    measured = {f"{launches['jax']:.1f}": "launch-bound, jax.jit", f"{ratios['GPT 1.3B, FP8']['te']:.1f}": "FP8, one GPU"}
+    head = page.read_text(encoding="utf-8").partition("speed.svg")[0]
+    claimed = re.findall(r"([\d.]+) times", head)
+    assert claimed
+    assert {*claimed} <= {*measured}
 
 
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
