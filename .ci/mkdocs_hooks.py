@@ -1,4 +1,4 @@
-"""MkDocs hooks: addresses of pyproject.toml, and links from a page to files outside `notes/`."""
+"""MkDocs hooks: addresses of pyproject.toml, links from a page to files outside `notes/`, and flags that stay on a line."""
 
 import posixpath
 import re
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 _LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)\s#]+)((?:#[^)\s]*)?\))")
+_CODE = re.compile(r"<code>.*?</code>", re.DOTALL)
+_FLAG = re.compile(r"(?<=[\s>])--\w[\w.-]*")
 
 
 def on_config(config: Any) -> Any:
@@ -40,3 +42,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return f"{link[1]}{config['repo_url'].rstrip('/')}/blob/main/{path.removeprefix('../')}{link[3]}"
 
     return _LINK.sub(replaced, markdown)
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
+    """Marks the flags in code, because browsers break a line after a hyphen (`.flag` in `notes/assets/site.css`)."""
+    return _CODE.sub(lambda code: _FLAG.sub(r'<span class="flag">\g<0></span>', code[0]), content)
