@@ -1,10 +1,6 @@
-"""The timing loop of all benchmarks: warm up until the GPU clock has settled, time repeats of many steps, return the median.
-
-The warm-up is a duration, not a number of steps, because a GPU at its power limit runs the first second faster than the rest.
-"""
+"""Measurements that all benchmarks share: the time of a step with the power of the GPU, and soaks."""
 
 import faulthandler
-import math
 import os
 import resource
 import statistics
@@ -16,35 +12,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from jgraph.timing import Run, Timer
 
-def time_steps(
-    run: Callable[[], object], wait: Callable[[], object], *, seconds: float, repeats: int, warmup_seconds: float
-) -> dict[str, Any]:
+
+def time_steps(timer: Timer, run: Run, wait: Run) -> dict[str, Any]:
     """Times a step that is dispatched asynchronously.
 
     Args:
+        timer: Durations of the measurement.
         run: Dispatches one step.
         wait: Blocks until all dispatched steps are done.
-        seconds: Minimum duration of a repeat. The host reads the time only before and after a repeat.
-        repeats: Number of repeats.
-        warmup_seconds: Duration of the warm-up.
 
     Returns:
         `ms`, the median time of a step, and `power_watts` and `sm_clock_mhz` of the GPU under load.
     """
-    start, done = time.perf_counter(), 0
-    while time.perf_counter() < start + warmup_seconds:
-        run()
-        wait()
-        done += 1
-    steps = max(1, math.ceil(seconds * done / (time.perf_counter() - start)))
-    repeats_ms = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(steps):
-            run()
-        wait()
-        repeats_ms.append((time.perf_counter() - start) / steps * 1e3)
+    repeats_ms, steps = timer.repeats_ms(run, wait)
     with ThreadPoolExecutor(1) as pool:  # reads power and clock under load, outside the timed repeats
         reading = pool.submit(read_power_and_clock)
         while not reading.done():

@@ -1,7 +1,6 @@
 """Timing of candidates in rounds: each candidate is a process that is compiled and warm, and idles between its turns.
 
-GPU speed drifts with temperature, clock and other load, and the first process has an advantage. Every round therefore times
-all candidates once, odd rounds in reverse order, and two candidates are compared by the ratio of their times in each shared
+`jgraph/timing.py` has the rounds and the loop of a turn. Two candidates are compared by the ratio of their times in each shared
 round. The processes import in parallel and build one at a time, because a build autotunes kernels. Benchmarks with tiny kernels
 build in parallel.
 """
@@ -26,6 +25,7 @@ from typing import Any
 from benchmarks.harness import count_gpus
 from benchmarks.peers.protocol import Timer
 from benchmarks.rows import Row, row_name
+from jgraph.timing import in_round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +256,7 @@ def race(
                     save(rows())
             for done in range(options.rounds):
                 start, number = time.monotonic(), next(numbers)
-                for process in [*ours, *group][:: -1 if number % 2 else 1]:
+                for process in in_round([*ours, *group], number):
                     process.turn(options.timer, number)
                 save(rows())
                 log(f"round {done + 1} of {options.rounds} took {time.monotonic() - start:.0f} s")

@@ -5,29 +5,19 @@ up, and then measures once for each further line. It prints its answers as JSON 
 """
 
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.harness import time_steps
+from jgraph import timing
+from jgraph.timing import Run
 
-Run = Callable[[], object]
 Answer = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timer:
-    """Durations of a measurement, and the ways to measure. The same for jgraph and its peers."""
-
-    seconds: float
-    """Minimum duration of a repeat."""
-    repeats: int
-    """Number of repeats. The median counts."""
-    warmup_seconds: float
-    """Warm-up before the first repeat, until the clock of the GPU has settled."""
+class Timer(timing.Timer):
+    """Durations of a turn, and the ways to measure. The same for jgraph and its peers."""
 
     def back_to_back(self, run: Run, wait: Run) -> dict[str, Any]:
         """Times steps that are dispatched without waiting. Waits once at the end of each repeat.
@@ -39,7 +29,7 @@ class Timer:
         Returns:
             `ms`, `power_watts` and `sm_clock_mhz`.
         """
-        return time_steps(run, wait, **asdict(self))
+        return time_steps(self, run, wait)
 
     def per_token(self, run: Run, wait: Run, new: int) -> dict[str, Any]:
         """Times text generation.
@@ -93,26 +83,6 @@ class Timer:
         timed = {name: self.back_to_back(run, wait) for name, run in runs.items()}
         own = {f"{name}_ms": one["ms"] for name, one in timed.items()}
         return own | {"ms": sum(own.values()), "power_watts": next(reversed(timed.values()))["power_watts"]}
-
-    def dispatch_seconds(self, run: Run, wait: Run) -> float:
-        """Measures the host time of a dispatch to an idle device.
-
-        The device is idle because both runtimes block the host once enough work is in flight (jax: 32 executables).
-
-        Args:
-            run: Dispatches a step. Must be warm.
-            wait: Blocks until the step is done.
-
-        Returns:
-            The median in seconds.
-        """
-        samples, end = [], time.perf_counter() + self.seconds
-        while len(samples) < self.repeats or time.perf_counter() < end:
-            start = time.perf_counter()
-            run()
-            samples.append(time.perf_counter() - start)
-            wait()
-        return statistics.median(samples)
 
 
 def read_request() -> dict[str, Any]:
