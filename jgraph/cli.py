@@ -6,6 +6,7 @@ The library names arguments (`model.num_heads`) in its errors. A command prints 
 import contextlib
 import errno
 import functools
+import importlib
 import inspect
 import io
 import os
@@ -222,3 +223,35 @@ def _unboxed(text: str) -> str:
     if texts[1:] and texts[1].startswith("Argument helptext") and flags:
         return f"{line}; takes {flags[0]}"
     return f"{line}; did you mean {' or '.join(flags)}?" if flags else line
+
+
+def find(name: str) -> Callable[..., Any]:
+    """Imports a class or a function by its name, MODULE:NAME or FILE.py:NAME. Raises ConfigError if there is none."""
+    module, _, attribute = name.rpartition(":")
+    if not module:
+        raise ConfigError(f"{name!r} must be MODULE:NAME or FILE.py:NAME", field="name")
+    if module.endswith(".py"):
+        # As for `python FILE.py`, modules beside the file can be imported.
+        sys.path.insert(0, str(Path(module).parent.resolve()))
+        module = Path(module).stem
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except (Exception, SystemExit) as e:  # the import of a user module may raise any exception
+        raise ConfigError(f"{module} cannot be imported: {reason(e)}", field="name") from e
+    if not callable(found):
+        problem = f"has no {attribute!r}" if found is None else f"has {attribute!r}, of type {type(found).__name__}"
+        raise ConfigError(f"{module} {problem}: must be a class or a function", field="name")
+    return found
+
+
+def example(name: str, made: object) -> tuple[Callable[..., Any], Sequence[Any], int | Sequence[int]]:
+    """Returns function, arguments and `donate_argnums` of an example, the result `made` of a user function."""
+    match made:
+        case (fn, (*args,), *donated) if callable(fn) and len(donated) <= 1:
+            return fn, args, donated[0] if donated else ()
+    raise ConfigError(f"{name}() must return (fn, args) or (fn, args, donate_argnums), with args a tuple", field="name")
+
+
+def reason(error: BaseException) -> str:
+    """Describes an exception of user code in one line."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]

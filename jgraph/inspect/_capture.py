@@ -2,14 +2,13 @@
 
 import contextlib
 import dataclasses
-import importlib
 import inspect
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from jgraph.cli import Count, File, Name, as_flags, fields_of, optional
+from jgraph.cli import Count, File, Name, as_flags, example, fields_of, find, optional, reason
 from jgraph.errors import ConfigError, JgraphError, os_errors, require
 from jgraph.precision.config import FP8Config
 from jgraph.train.config import TrainConfig
@@ -49,8 +48,8 @@ def capture(
     The program is compiled but does not run. The report is printed as text.
 
     Args:
-        name: The program. A training step: a preset such as gpt-124m, or MODULE:CLASS with --preset. Or MODULE:FUNCTION, a
-            function without arguments that returns (fn, args) or (fn, args, donate_argnums).
+        name: The program. A training step: a preset such as gpt-124m, or MODULE:CLASS with --preset. Or MODULE:FUNCTION
+            or FILE.py:FUNCTION, a function without arguments that returns (fn, args) or (fn, args, donate_argnums).
         target: h200, h100 or b200, a GPU to compile for; this machine need not have it. Default: the device of this machine.
         preset: Preset with the sizes of the training step of a MODULE:CLASS.
         batch_size: Sequences per step, at least 1; overrides the preset. Not for a FUNCTION.
@@ -88,7 +87,7 @@ def capture(
     except (JgraphError, OSError):
         raise
     except (Exception, SystemExit) as e:  # user code and jax may raise any exception
-        raise ConfigError(f"{name} cannot be compiled: {_reason(e)}", field="name") from e
+        raise ConfigError(f"{name} cannot be compiled: {reason(e)}", field="name") from e
     if json:
         with os_errors("json", json):
             json.write_text(report.to_json() + "\n", encoding="utf-8")
@@ -111,7 +110,7 @@ def _explain(
     platform = "gpu" if target is not None else jax.default_backend()
     if config is None:
         chosen = compiler_options(graph, xla_options, platform=platform)
-        fn, args, donated = _example(name)
+        fn, args, donated = example(name, find(name)())
         report = explain(fn, *args, donate_argnums=donated, target=target, compiler_options=chosen)
         return dataclasses.replace(report, name=f"{name}, {report.name}")
     from jgraph.train.setup import TrainSetup
@@ -150,7 +149,7 @@ def _training_config(name: str, preset_name: str | None, sizes: dict[str, int]) 
         return preset(name)
     if not module:
         raise ConfigError(f"{attribute!r} is neither MODULE:NAME nor a preset ({', '.join(PRESETS)})", field="name")
-    if inspect.isclass(_find(name)):
+    if inspect.isclass(find(name)):
         if chosen is None:
             raise ConfigError(f"{name} is a class: select its sizes with `preset`, one of {', '.join(PRESETS)}", field="preset")
         # The sizes of the preset apply only to models with the same settings class.
@@ -162,26 +161,3 @@ def _training_config(name: str, preset_name: str | None, sizes: dict[str, int]) 
         fields = ", ".join(f"`{field}`" for field in given)
         raise ConfigError(f"{name} is a function and determines all sizes: leave out {fields}", field="name")
     return None
-
-
-def _example(name: str) -> tuple[Callable[..., Any], Sequence[Any], int | Sequence[int]]:
-    match _find(name)():
-        case (fn, (*args,), *donated) if callable(fn) and len(donated) <= 1:
-            return fn, args, donated[0] if donated else ()
-    raise ConfigError(f"{name}() must return (fn, args) or (fn, args, donate_argnums), with args a tuple", field="name")
-
-
-def _find(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.rpartition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute, None)
-    except (Exception, SystemExit) as e:  # the import of a user module may raise any exception
-        raise ConfigError(f"{module} cannot be imported: {_reason(e)}", field="name") from e
-    if not callable(found):
-        problem = f"has no {attribute!r}" if found is None else f"has {attribute!r}, of type {type(found).__name__}"
-        raise ConfigError(f"{module} {problem}: must be a class or a function", field="name")
-    return found
-
-
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
