@@ -7,8 +7,8 @@
 - Checkpoints: `Checkpoints`.
 - Text from a model: `generate`, `stream`, `Decoder`; `load` for the model of a run or of a Hugging Face folder.
 - A backward pass in two parts: `split_backward`. Functions as CUDA graphs: `make_graphed_callables`, `Borrowed`, `fold_key`.
-- Any JAX program: `jit` checks donations, `explain` reports on a compiled program, `record` writes a profile;
-  `compiler_options`, `packed`, `Packing`.
+- Any JAX program: `jit` checks donations, `explain` reports on a compiled program, `compare` times two in turns, `record`
+  writes a profile; `Program`, `compiler_options`, `packed`, `Packing`.
 - Pipeline schedules: `Order`, `Schedule`. Base of all errors: `JgraphError`.
 
 The application, `python -m jgraph.train`, is in `jgraph.train`; its configuration is `jgraph.train.config.TrainConfig`.

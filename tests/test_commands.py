@@ -20,7 +20,7 @@ from jgraph.profile.__main__ import main as profile
 from jgraph.train.__main__ import main as train
 from tests import tiny
 
-NAMES = ("train", "sample", "evaluate", "export", "report", "inspect", "profile", "data", "aot")
+NAMES = ("train", "sample", "evaluate", "export", "report", "compare", "inspect", "profile", "data", "aot")
 
 
 def main_of(name: str):

@@ -162,7 +162,9 @@ def test_readme_clones_the_repository_of_the_package():
 
 def test_the_reference_has_one_entry_per_public_name():
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "notes" / "reference").glob("*.md"))
-    assert sorted(re.findall(r"^::: jgraph\.(\w+)$", pages, re.MULTILINE)) == sorted({*jgraph.__all__} - {"__version__"})
+    # mkdocstrings takes jgraph.compare for the room, not for the function.
+    names = re.findall(r"^::: jgraph\.(?:compare\._compare\.)?(\w+)$", pages, re.MULTILINE)
+    assert sorted(names) == sorted({*jgraph.__all__} - {"__version__"})
 
 
 def test_the_reading_order_is_five_short_files_that_say_what_to_look_for():

@@ -47,7 +47,7 @@ class Memory:
 
     def __str__(self) -> str:
         parts = dataclasses.asdict(self) | {"together": self.total}
-        return ", ".join(f"{name} {_bytes(number)}" for name, number in parts.items())
+        return ", ".join(f"{name} {show_bytes(number)}" for name, number in parts.items())
 
 
 @dataclass(frozen=True)
@@ -319,13 +319,14 @@ def _donation_lines(report: Explanation) -> Iterator[str]:
         yield "donated: nothing"
         return
     reused = [donation for donation in found if donation.output]
-    leaves = f"{len(found)} {'leaf' if len(found) == 1 else 'leaves'} of {_bytes(sum(d.nbytes for d in found))}"
+    leaves = f"{len(found)} {'leaf' if len(found) == 1 else 'leaves'} of {show_bytes(sum(d.nbytes for d in found))}"
     yield f"donated: {leaves}: {len(reused)} reused, {len(report.dropped)} dropped"
     yield from (f"  {donation}" for donation in (*report.dropped, *reused[:_MOST_SHOWN]))
     if len(reused) > _MOST_SHOWN:
         yield f"  and {len(reused) - _MOST_SHOWN} more"
 
 
-def _bytes(number: int) -> str:
+def show_bytes(number: int) -> str:
+    """Formats a number of bytes, e.g. `1.5 GiB`."""
     power = max(k for k in range(4) if k == 0 or number >= 1024**k)
     return f"{number / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"

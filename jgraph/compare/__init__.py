@@ -1,0 +1,1 @@
+"""Two programs side by side: times in turns, host time, memory, capture, and the equality of their results."""

@@ -1,0 +1,84 @@
+"""The difference between the results of two programs."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jgraph.tree import leaf_names
+from jgraph.types import Tree
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference between two results. `str` formats it in one line."""
+
+    is_bitwise_equal: bool
+    absolute: float | None = None  # largest |f - g|; None if it is not finite, or the results were not compared
+    relative: float | None = None  # largest quotient of |f - g| and the largest magnitude in the array; None as `absolute`
+    leaf: str = (
+        ""  # name of the array with the largest relative difference, e.g. `0/w`; "" if all are equal, or there is one array
+    )
+    mismatch: str = ""  # why the results were not compared; "" if they were
+
+    def __str__(self) -> str:
+        if self.mismatch:
+            return f"not compared, because {self.mismatch}; `result` of jgraph.Program selects the part to compare"
+        if self.is_bitwise_equal:
+            return "bitwise equal"
+        where = f" in {self.leaf}" if self.leaf else ""
+        if self.absolute is None or self.relative is None:
+            return f"NaN or infinity in one of them{where}"
+        return f"largest difference {self.absolute:.3g}, {self.relative:.3g} of the largest magnitude in its array{where}"
+
+
+def difference(f: Tree, g: Tree, names: tuple[str, str]) -> Difference:
+    """Compares trees of NumPy arrays. `names` are those of the programs, for the mismatch."""
+    first, second = map(_arrays, (f, g))
+    if len(first) == len(second) == 1:
+        # A loss has another name in the result of each program.
+        second = dict(zip(first, second.values(), strict=True))
+    if mismatch := _mismatch(first, second, names):
+        return Difference(False, mismatch=mismatch)
+    is_bitwise_equal = all(a.dtype == second[name].dtype and a.tobytes() == second[name].tobytes() for name, a in first.items())
+    gaps = {name: _gap(a, second[name]) for name, a in first.items()}
+    leaf = max(gaps, key=lambda name: gaps[name][1], default="")
+    absolute = max((gap for gap, _ in gaps.values()), default=0.0)
+    relative = gaps[leaf][1] if gaps else 0.0
+    return Difference(
+        is_bitwise_equal,
+        absolute if math.isfinite(absolute) else None,
+        relative if math.isfinite(relative) else None,
+        leaf if len(gaps) > 1 and absolute > 0 else "",
+    )
+
+
+def _arrays(tree: Tree) -> dict[str, np.ndarray]:
+    """Returns the arrays and numbers of a tree by name. Modules of Equinox also have functions as leaves."""
+    arrays = dict(zip(leaf_names(tree), map(np.asarray, jax.tree.leaves(tree)), strict=True))
+    return {name: array for name, array in arrays.items() if array.dtype.kind not in "OUS"}
+
+
+def _mismatch(first: dict[str, np.ndarray], second: dict[str, np.ndarray], names: tuple[str, str]) -> str:
+    """Describes the first array that cannot be compared. "" if there is none."""
+    for (name, found), (other, known) in (((names[0], first), (names[1], second)), ((names[1], second), (names[0], first))):
+        if missing := [leaf for leaf in found if leaf not in known]:
+            return f"{name} returns {missing[0] or 'one array'}, which {other} does not return"
+    for leaf, a in first.items():
+        if a.shape != second[leaf].shape:
+            return f"{leaf or 'the array'} has shape {list(a.shape)} and {list(second[leaf].shape)}"
+    return ""
+
+
+def _gap(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """Returns the largest difference of two arrays, and its quotient with the largest magnitude. Infinite for NaN in one."""
+    wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+    x, y = a.astype(wide), b.astype(wide)
+    is_same = (x == y) | (np.isnan(x) & np.isnan(y))
+    if is_same.all():
+        return 0.0, 0.0
+    with np.errstate(invalid="ignore"):
+        gap = float(np.abs(x - y)[~is_same].max())
+    scale = float(max(np.abs(x[~np.isnan(x)]).max(initial=0), np.abs(y[~np.isnan(y)]).max(initial=0)))
+    return (gap, gap / scale) if math.isfinite(gap) else (math.inf, math.inf)
