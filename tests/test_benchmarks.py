@@ -13,7 +13,22 @@ import pytest
 from flax import nnx
 
 import jgraph
-from benchmarks import cli, decode, finetune, fp8, fsdp, grouped, moe, readme, rows, runner, single_gpu, tensor_context, works
+from benchmarks import (
+    cli,
+    decode,
+    finetune,
+    fp8,
+    fsdp,
+    grouped,
+    loop,
+    moe,
+    readme,
+    rows,
+    runner,
+    single_gpu,
+    tensor_context,
+    works,
+)
 from benchmarks.peers import plain_jax, plain_jax_decode
 from benchmarks.peers.te_variant import TEVariant, is_te, parse_sharded_variant, parse_variant
 from benchmarks.rows import step_flops
@@ -205,6 +220,15 @@ def test_plain_jax_with_sharded_state_has_the_loss_and_the_memory_of_jgraph(run_
         assert row["argument_bytes"] == pytest.approx(ours["argument_bytes"], rel=0.05)
         assert row["alias_bytes"] == pytest.approx(row["argument_bytes"], rel=0.05)
     assert " | jax / row | " in capsys.readouterr().out
+
+
+def test_the_loop_of_the_readme_is_compared_with_plain_jax(tmp_path):
+    out = tmp_path / "loop.json"
+    loop.main(loop.LoopOptions(out=out, comparisons=("loop",), sizes="tiny", rounds=1, seconds=0.001))
+    (found,) = json.loads(out.read_text())["comparisons"].values()
+    assert (found["f"]["name"], found["g"]["name"]) == ("jax same flatten", "optax.adamw")
+    assert found["difference"]["mismatch"] == ""
+    assert found["difference"]["relative"] < 1e-4
 
 
 def test_words_of_a_plain_jax_variant_combine_and_unknown_words_are_refused():

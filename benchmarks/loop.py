@@ -1,0 +1,147 @@
+"""Compares README's loop with the best loop of plain JAX, on the launch-bound step, with `jgraph.compare` in one process.
+
+python -m benchmarks.loop --out loop.json
+python -m benchmarks.loop --out loop.json --sizes tiny --rounds 1 --seconds 0.01     # on a CPU
+
+Each comparison is printed, and stored under its name when it ends:
+
+- `loop`: plain JAX and `jgraph.train_step` with plain `optax.adamw`.
+- `declared`: `jgraph.train_step` with plain `optax.adamw` and with `jgraph.elementwise(optax.adamw)`.
+- `command`: plain JAX and the step of `python -m jgraph.train`, as in the benchmark `single_gpu`.
+
+All programs have the same model, loss, parameters, batch and schedule of the learning rate. The step of the command line has
+the XLA options of the preset, and does not decay vectors.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+import tyro
+from flax import nnx
+from jax import Array
+
+import jgraph
+from benchmarks.peers.plain_jax import plain_step
+from benchmarks.runner import Options, environment
+from benchmarks.works import preset_config
+from jgraph.train.config import TrainConfig
+from jgraph.train.optimizer import learning_rate
+from jgraph.train.setup import TrainSetup
+from jgraph_models.gpt import GPT
+
+Tree = Any
+Name = Literal["loop", "declared", "command"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """Flags of the comparisons."""
+
+    out: Path
+    """JSON file of the comparisons, replaced if it exists."""
+    comparisons: tuple[Name, ...] = ("loop", "declared", "command")
+    """Comparisons to run, in this order."""
+    plain: str = "same flatten"
+    """Variant of plain JAX, see `benchmarks/peers/plain_jax.py`. The default is the fastest one of `single_gpu`."""
+    sizes: Literal["full", "tiny"] = "full"
+    """Use `tiny` on a machine without a GPU."""
+    rounds: int = 5
+    """Turns of each program."""
+    seconds: float = 0.3
+    """Seconds of a repeat. A turn takes 6 times as long."""
+    revision: str = ""
+    """Git revision to store in the results, for a copy of the sources without .git."""
+
+
+class Programs:
+    """The programs of the comparisons, from the same parameters and the same batch.
+
+    Args:
+        config: Config of the run.
+        plain: Variant of plain JAX.
+    """
+
+    def __init__(self, config: TrainConfig, plain: str):
+        self.config, self.variant = config, plain
+        self._plain = plain_step(config, plain.split(), platform=jax.default_backend())
+        self._state = self._plain.init()
+        tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, self._plain.batch.shape)
+        self._tokens_BS = jax.device_put(tokens.astype(np.int32))
+        rate = learning_rate(config.optimizer, config.steps)
+        settings = config.optimizer
+        self._adamw = optax.adamw(
+            rate, float(settings.beta1), float(settings.beta2), float(settings.eps), weight_decay=float(settings.weight_decay)
+        )
+
+    def plain(self) -> jgraph.Program:
+        """Returns the step of plain JAX."""
+        return jgraph.Program(
+            self._plain.step, (self._state, self._tokens_BS), name=f"jax {self.variant}", result=lambda out: (out[1], out[0][0])
+        )
+
+    def loop(self) -> jgraph.Program:
+        """Returns README's step with plain optax."""
+        return self._step(self._adamw, "optax.adamw")
+
+    def declared(self) -> jgraph.Program:
+        """Returns README's step with a declared transform."""
+        return self._step(jgraph.elementwise(self._adamw), "elementwise")
+
+    def command(self) -> jgraph.Program:
+        """Returns the step of the command line."""
+        setup = TrainSetup.of(self.config)
+        return self._compared(setup.step, setup.compile_step(), setup.init(), "jgraph.train")
+
+    def _step(self, transform: Any, name: str) -> jgraph.Program:
+        graphdef, _ = nnx.split(nnx.eval_shape(lambda: GPT(self.config.model, rngs=nnx.Rngs(self.config.seed))))
+
+        def loss(params: Tree, tokens_BS: Array, key: Array) -> Array:
+            return nnx.merge(graphdef, params).loss(tokens_BS)
+
+        params, _ = self._state
+        strategy = jgraph.Replicated(None, params)
+        step = jgraph.train_step(loss, transform, strategy, clip_norm=self.config.optimizer.clip_norm)
+        return self._compared(step, step.compile(self._tokens_BS), step.init(params), name)
+
+    def _compared(
+        self, step: jgraph.TrainStep, run: jgraph.CompiledStep, state: jgraph.TrainState, name: str
+    ) -> jgraph.Program:
+        print(run.optimizer, flush=True)
+
+        def result(out: tuple[jgraph.TrainState, jgraph.StepMetrics]) -> Tree:
+            return out[1].loss, step.canonical.of(out[0]).params
+
+        return jgraph.Program(run, (state, step.place(self._tokens_BS)), name=name, result=result)
+
+
+def main(options: LoopOptions) -> None:
+    """Runs the comparisons, and writes the file after each of them.
+
+    Args:
+        options: Flags.
+    """
+    programs = Programs(preset_config("launch-bound", Options(sizes=options.sizes)), options.plain)
+    pairs: dict[Name, tuple[str, str]] = {
+        "loop": ("plain", "loop"),
+        "declared": ("loop", "declared"),
+        "command": ("plain", "command"),
+    }
+    made: dict[str, jgraph.Program] = {}
+    stored: dict[str, Any] = {"environment": environment(revision=options.revision), "comparisons": {}}
+    for name in options.comparisons:
+        for each in pairs[name]:
+            made[each] = made.get(each) or getattr(programs, each)()
+        f, g = (made[each] for each in pairs[name])
+        compared = jgraph.compare(f, g, rounds=options.rounds, seconds=options.seconds)
+        print(compared, end="\n\n", flush=True)
+        stored["comparisons"][name] = json.loads(compared.to_json())
+        options.out.write_text(json.dumps(stored, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(LoopOptions, description=__doc__))
