@@ -1,17 +1,18 @@
 """`jax.jit` with command-buffer options, a check that XLA reuses donated buffers, and a report of the compiled program.
 
-JAX traces a function once per signature: the structure, shapes and dtypes of its arguments. The first trace of a signature
-raises an error inside `jax.jit`, so that nothing runs. The program is then compiled ahead of time and its donations are
-checked. Later calls use the trace and the executable that JAX has cached, and take the same path as calls of `jax.jit`.
+JAX uses a function as a key of its caches, and hashes it if no executable fits the signature and the placement of the
+arguments of a call. `_Gate` compiles the program and checks its donations at this moment, before anything runs. Later calls do
+not hash the function, so they take the same path as calls of `jax.jit`.
 """
 
-import contextlib
 import functools
+import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args, overload
+from weakref import WeakKeyDictionary
 
 import jax
 from jax.core import eval_context
@@ -38,37 +39,30 @@ class Jitted(Generic[P, R]):
         functools.update_wrapper(self, fn)
         self._donation: OnDropped = donation
         self._options = options
-        # Tracing runs in the thread of the caller.
-        self._thread = threading.local()
-
-        @functools.wraps(fn)
-        def stopped(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not getattr(self._thread, "traces", False):
-                raise _UncheckedError
-            return fn(*args, **kwargs)
-
-        self._jitted: Any = jax.jit(stopped, compiler_options=options or None, **jit_options)
+        self._jit_options = jit_options
+        # JAX dispatches some functions in Python, for example those with callbacks. They arrive at the check in every call.
+        self._checked: WeakKeyDictionary[Any, set[Hashable]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._jitted: Any = jax.jit(_Gate(fn), compiler_options=options or None, **jit_options)
         self._nested: Any = jax.jit(fn, **jit_options)
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function. Compiles the program and checks its donations if the signature of the arguments is new.
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls the function. Compiles the program and checks its donations if it is new.
+
+        A signature (structure, shapes and dtypes of the arguments) has a program for each placement (sharding and layout).
 
         Raises:
             DonationError: If the program does not reuse the buffer of a donated leaf. Nothing has run, and no array is donated.
             CompilerOptionError: If XLA refuses the value of an option.
         """
-        # JAX refuses XLA options inside another transformation. Without options, the check of every call is not needed.
-        if self._options and not _is_outside_transformations():
-            return self._nested(*args, **kwargs)
         try:
             return self._jitted(*args, **kwargs)
-        except _UncheckedError:
-            _forget_failed_call(self._jitted)
-        if not _is_outside_transformations() or jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-            return self._nested(*args, **kwargs)
-        self._check(*args, **kwargs)
-        with self._tracing():
-            return self._jitted(*args, **kwargs)
+        except _NestedError:
+            pass
+        return self._nested(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Jitted[P, R]":
+        return Jitted(self._jitted.__wrapped__.fn, self._options, self._donation, self._jit_options)
 
     def __get__(self, instance: Any, owner: type | None = None) -> "Jitted[P, R] | types.MethodType":
         return self if instance is None else types.MethodType(self, instance)
@@ -83,8 +77,7 @@ class Jitted(Generic[P, R]):
         Returns:
             The trace.
         """
-        with self._tracing():
-            return self._jitted.trace(*args, **kwargs)
+        return self._jitted.trace(*args, **kwargs)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Lowers the function for some arguments, as `jax.jit(fn).lower` does. Does not compile it.
@@ -114,6 +107,8 @@ class Jitted(Generic[P, R]):
         """Forgets all traces and executables, as `jax.jit(fn).clear_cache` does."""
         self._jitted.clear_cache()
         self._nested.clear_cache()
+        with self._lock:
+            self._checked.clear()
 
     def report(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
         """Compiles the function for some arguments, and reports command buffers, donations and memory. Does not run it.
@@ -129,30 +124,25 @@ class Jitted(Generic[P, R]):
         """
         return report(self.trace(*args, **kwargs), self._options, name=_name(self))
 
-    @contextlib.contextmanager
-    def _tracing(self) -> Iterator[None]:
-        """Lets this thread trace the function inside a `with` block."""
-        self._thread.traces = True
-        try:
-            yield
-        finally:
-            self._thread.traces = False
-
-    def _check(self, *args: P.args, **kwargs: P.kwargs) -> None:
+    def _check(self, caller: types.FrameType, /, *args: P.args, **kwargs: P.kwargs) -> None:
         """Compiles the program for new arguments. Raises DonationError if it does not reuse the buffer of a donated leaf."""
+        traced = self.trace(*args, **kwargs)
+        placements = tuple(map(_placement, jax.tree.leaves((args, kwargs))))
+        if placements in self._checked.get(traced.jaxpr, ()):
+            return
         with without_warning(UNUSABLE), option_errors():
-            traced = self.trace(*args, **kwargs)
             lowered = traced.lower()
             compiled = lowered.compile()
         if self._donation == "ignore":
-            return
-        dropped = [found for found in donations(lowered, compiled, argument_names(traced, lowered)) if not found.output]
+            dropped = []
+        else:
+            dropped = [leaf for leaf in donations(lowered, compiled, argument_names(traced, lowered)) if not leaf.output]
         if dropped and self._donation == "error":
-            # The next call must check again.
-            self._jitted.clear_cache()
-            raise DonationError(_message(self, dropped), leaves=tuple(found.leaf for found in dropped))
+            raise DonationError(_message(self, dropped), leaves=tuple(leaf.leaf for leaf in dropped))
+        with self._lock:
+            self._checked.setdefault(traced.jaxpr, set()).add(placements)
         if dropped:
-            warnings.warn(_message(self, dropped), stacklevel=3)
+            warnings.warn_explicit(_message(self, dropped), UserWarning, caller.f_code.co_filename, caller.f_lineno)
 
 
 @overload
@@ -191,7 +181,7 @@ def jit(
             no effect on a CPU.
         xla_options: More XLA options, as texts `name=value`.
         donation: `error` raises a DonationError if the program does not reuse the buffer of a donated leaf, before the program
-            runs. `warn` warns instead, once per signature. `ignore` does not check.
+            runs. `warn` warns instead, once per signature and placement. `ignore` does not check.
         **jit_options: Other arguments of `jax.jit`, such as `donate_argnums`, `static_argnums` and `out_shardings`.
             `compiler_options` are added to the options of `graph` and `xla_options`, and override them.
 
@@ -219,15 +209,48 @@ def jit(
     return make if fn is None else make(fn)
 
 
-class _UncheckedError(Exception):
-    """Stops the trace of a new signature, so that its program is checked before it runs."""
+class _NestedError(Exception):
+    """Stops a call inside another transformation. JAX refuses XLA options there, and donates nothing."""
 
 
-def _forget_failed_call(jitted: Any) -> None:
-    """Removes the entry of a call that raised from the cache of calls of a function from `jax.jit`."""
-    # If the first call of a signature raises, JAX dispatches all later calls of this signature in Python. The public
-    # `clear_cache` also removes the traces, so that other signatures compile again. Hence the private name.
-    getattr(jitted, "_clear_cache", jitted.clear_cache)()
+class _Gate(Generic[P, R]):
+    """The function that JAX traces and hashes for `Jitted`."""
+
+    def __init__(self, fn: Callable[P, R]):
+        functools.update_wrapper(self, fn)
+        self.fn = fn
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.fn(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self.fn)  # for errors of JAX
+
+    def __hash__(self) -> int:
+        # The arguments are in the frame of the call. Storing them for this method would slow down every call.
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code not in _hashing():
+            frame = frame.f_back
+        if frame is not None and frame.f_code is Jitted.__call__.__code__:
+            if not _is_outside_transformations():
+                raise _NestedError
+            call = frame.f_locals
+            call["self"]._check(frame.f_back or frame, *call["args"], **call["kwargs"])
+        return object.__hash__(self)
+
+
+@functools.cache
+def _hashing() -> tuple[types.CodeType, ...]:
+    """The code of the methods in which JAX hashes the function of a `Jitted`."""
+    return tuple(method.__code__ for method in (Jitted.__call__, Jitted.trace, Jitted.clear_cache))
+
+
+def _placement(leaf: Any) -> Hashable:
+    """Sharding and layout that JAX compiles for. It places other leaves itself."""
+    if not isinstance(leaf, jax.Array) or not leaf.committed:
+        return None
+    # Keys of random numbers have no layout.
+    return getattr(leaf, "format", leaf.sharding)
 
 
 def _is_outside_transformations() -> bool:

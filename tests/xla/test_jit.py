@@ -1,16 +1,21 @@
 """`jgraph.jit`: the results of `jax.jit`, a check of donated buffers before the first run, and plain behavior when nested."""
 
+import copy
+import gc
 import sys
 import threading
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 
 import jgraph
+from jgraph.xla import jit
 
 
 def update(state, x):
@@ -112,25 +117,152 @@ def test_a_later_call_runs_no_python_of_jax_except_the_check_for_transformations
         assert not [file for file in python_calls(f, jnp.ones(size)) if file.endswith(("pjit.py", "api.py"))]
 
 
-def test_jax_dispatches_in_python_after_a_failed_call():
-    """If this fails, `_forget_failed_call` and its private name are not needed any more."""
+def test_jax_hashes_a_function_exactly_if_a_call_has_no_executable():
+    """If this fails, `_Gate` needs another way to learn of such calls."""
 
-    def fail_first(x):
-        if not calls:
-            calls.append(x)
-            raise ValueError("first call")
-        return 2 * x
+    class Function:
+        def __call__(self, x):
+            return 2 * x
 
-    calls = []
-    f = jax.jit(fail_first)
-    with pytest.raises(ValueError, match="first call"):
-        f(jnp.ones(3))
+        def __hash__(self):
+            hashed.append(self)
+            return object.__hash__(self)
+
+    def hashes(x):
+        hashed.clear()
+        f(x)
+        return bool(hashed)
+
+    hashed = []
+    f = jax.jit(Function())
+    device = jax.devices()[0]
+    arrays = [jnp.ones(3), jnp.ones(5), jax.device_put(jnp.ones(3), device), on_two_devices(jnp.ones(4), jax.P("data"))]
+    assert [hashes(x) for x in arrays] == [True] * 4
+    assert [hashes(x) for x in arrays] == [False] * 4
+
+
+def on_two_devices(array, spec):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.device_put(array, jax.NamedSharding(mesh, spec))
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")  # `lower` warns as `jax.jit` does
+@pytest.mark.parametrize("inspect", ["report", "trace", "lower", "eval_shape"])
+def test_a_function_that_was_inspected_is_checked(inspect, arguments):
+    step = jgraph.jit(shrink, donate_argnums=0)
+    getattr(step, inspect)(*arguments)
+    with pytest.raises(jgraph.DonationError):
+        step(*arguments)
+    assert not arguments[0]["w"].is_deleted()
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """A list of all checks of donations."""
+    found, donations = [], jit.donations
+    monkeypatch.setattr(jit, "donations", lambda *args: found.append(args) or donations(*args))
+    return found
+
+
+def test_a_second_sharding_of_the_same_shapes_is_checked():
+    replicated = on_two_devices(jnp.ones(4), jax.P())
+    step = jgraph.jit(lambda state: state + 1, donate_argnums=0, out_shardings=replicated.sharding)
     for _ in range(2):
-        f(jnp.ones(3))
-    assert [file for file in python_calls(f, jnp.ones(3)) if file.endswith("pjit.py")]
-    f._clear_cache()
-    f(jnp.ones(3))
-    assert not python_calls(f, jnp.ones(3))
+        replicated = step(replicated)
+    with pytest.raises(jgraph.DonationError, match="check that sharding and layout"):
+        step(on_two_devices(jnp.ones(4), jax.P("data")))
+    np.testing.assert_array_equal(step(replicated), np.full(4, 4))
+
+
+def test_a_second_layout_of_the_same_shapes_is_checked(checks):
+    step = jgraph.jit(lambda state: state + 1, donate_argnums=0)
+    for order in ((0, 1), (1, 0), (0, 1)):
+        layout = Format(Layout(order), jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        np.testing.assert_array_equal(step(jax.device_put(jnp.ones((2, 3)), layout)), np.full((2, 3), 2))
+    assert len(checks) == 2
+
+
+def test_a_static_argument_and_a_keyword_argument_are_part_of_the_signature():
+    step = jgraph.jit(lambda state, size: state[:size] + 1, donate_argnames="state", static_argnames="size")
+    for state in (jnp.ones(4), jnp.ones(4, jnp.int32)):
+        np.testing.assert_array_equal(step(state, size=4), [2, 2, 2, 2])
+        with pytest.raises(jgraph.DonationError):
+            step(state=jnp.ones(4), size=3)
+
+
+def test_a_thread_does_not_run_a_program_that_another_thread_checks(monkeypatch):
+    def slow(*args):
+        is_checked.set()
+        has_run.wait(timeout=0.2)
+        return donations(*args)
+
+    def call_during_the_check():
+        is_checked.wait(timeout=30)
+        try:
+            step(jnp.ones(4))
+        finally:
+            has_run.set()
+
+    is_checked, has_run, donations = threading.Event(), threading.Event(), jit.donations
+    monkeypatch.setattr(jit, "donations", slow)
+    step = jgraph.jit(lambda state: state[:2], donate_argnums=0)
+    with ThreadPoolExecutor(2) as pool:
+        errors = [call.exception() for call in (pool.submit(step, jnp.ones(4)), pool.submit(call_during_the_check))]
+    assert [type(error) for error in errors] == [jgraph.DonationError] * 2
+
+
+def test_a_donation_error_keeps_the_traces_of_other_signatures():
+    traces = []
+
+    @jgraph.jit(donate_argnums=0)
+    def step(state):
+        traces.append(state.shape)
+        return state[:4]
+
+    step(jnp.ones(4))
+    with pytest.raises(jgraph.DonationError):
+        step(jnp.ones(6))
+    assert not [file for file in python_calls(step, jnp.ones(4)) if file.endswith("pjit.py")]
+    assert traces == [(4,), (6,)]
+
+
+def test_a_function_that_jax_dispatches_in_python_is_checked_once_per_signature(checks):
+    @jgraph.jit(donate_argnums=0)
+    def step(state):
+        jax.debug.callback(lambda: None)
+        return state + 1
+
+    for state in (jnp.ones(4), np.ones(4, np.float32), jnp.ones(4), on_two_devices(jnp.ones(4), jax.P())):
+        for _ in range(2):
+            state = step(state)
+    assert len(checks) == 2  # on the default device, and on two devices
+    step.clear_cache()
+    step(state)
+    assert len(checks) == 3
+
+
+def test_a_copy_is_checked_and_compiled_as_the_original(arguments):
+    step = jgraph.jit(shrink, donate_argnums=0)
+    for copied in (copy.deepcopy({"step": step})["step"], copy.copy(step)):
+        with pytest.raises(jgraph.DonationError):
+            copied(*arguments)
+    double = copy.deepcopy(jgraph.jit(lambda x: 2 * x, xla_options=["xla_cpu_enable_fast_math=false"]))
+    np.testing.assert_array_equal(double(jnp.ones(2)), [2, 2])
+    assert double._options == {"xla_cpu_enable_fast_math": False}
+
+
+def test_errors_of_jax_name_the_function(arguments):
+    with pytest.raises(TypeError, match="argument to <function update at"):
+        jgraph.jit(update)(*arguments[:1], "text")
+
+
+def test_a_function_that_is_not_used_any_more_is_collected():
+    step = jgraph.jit(lambda x: 2 * x, donate_argnums=0)
+    step(jnp.ones(3))
+    alive = weakref.ref(step)
+    del step
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("options", [[], ["xla_cpu_enable_fast_math=false"]], ids=["plain", "options"])
