@@ -7,7 +7,7 @@ python -m jgraph.aot show --gpu b200
 import sys
 from typing import Literal
 
-from jgraph.cli import Directory, command
+from jgraph.cli import Directory, command, phase
 
 
 def install(*, directory: Directory = None) -> None:
@@ -23,7 +23,11 @@ def install(*, directory: Directory = None) -> None:
     """
     from jgraph.xla import aot  # imported here, because importing jax is slow
 
-    print(aot.install(directory))
+    library = aot.find_library(directory)
+    if library is None:
+        with phase("downloading XLA's compiler for NVIDIA GPUs"):
+            library = aot.install(directory)
+    print(library)
 
 
 def show(*, gpu: Literal["h200", "h100", "b200"] = "h200", directory: Directory = None) -> None:

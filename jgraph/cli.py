@@ -14,12 +14,14 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import tyro
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from tyro.constructors import PrimitiveConstructorSpec
 
 from jgraph.errors import ConfigError, JgraphError, NonFiniteError
@@ -100,6 +102,33 @@ class FlagConsole(Console):
     def on_broken_pipe(self) -> None:
         """Reraises the BrokenPipeError. rich calls this method while it handles the error, and would exit with code 1."""
         raise
+
+
+@contextlib.contextmanager
+def phase(name: str, console: Console | None = None) -> Iterator[None]:
+    """Shows that a phase of a command takes seconds: on stderr by default, because stdout has the result of a command.
+
+    A terminal has a line with the elapsed time, and at the end the final time. A log has one line: on stdout the name at the
+    start, on stderr the final time, because a command that fails prints one line there.
+    """
+    console = console or FlagConsole(stderr=True)
+    is_live = console.is_interactive and not console.quiet
+    # Other output goes above the live line, unless one of the streams is a file.
+    redirect = sys.stdout.isatty() and sys.stderr.isatty()
+    columns = SpinnerColumn("line"), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    live = Progress(
+        *columns, console=console, transient=True, disable=not is_live, redirect_stdout=redirect, redirect_stderr=redirect
+    )
+    live.add_task(name, total=None)
+    start = time.perf_counter()
+    prints_end = is_live or console.stderr
+    if not prints_end:
+        console.print(name, markup=False, highlight=False, soft_wrap=True)
+    with live:
+        yield
+    if prints_end:
+        text = f"{name}: {time.perf_counter() - start:.1f} s"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def run(

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jgraph.cli import Count, Directory, File, Module, Name, command
+from jgraph.cli import Count, Directory, File, Module, Name, command, phase
 from jgraph.errors import os_errors, require
 from jgraph.interop.folder import check_exists
 
@@ -118,7 +118,8 @@ def _shown(value: Any) -> str:
 def _evaluate_text(run: Path, step: int | None, of_model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     from jgraph.train import evaluation
 
-    found = evaluation.evaluate(run, step, **of_model, **options)
+    with phase("evaluating the model"):
+        found = evaluation.evaluate(run, step, **of_model, **options)
     bits = "unknown: the tokens cannot be decoded" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
     print(f"model      {found.source}")
     print(f"held out   {found.batches} x {found.batch_size} x {found.seq_len} tokens of {found.data}")
@@ -135,7 +136,8 @@ def _evaluate_tasks(
     from jgraph.train.loaded import load
     from jgraph.train.metrics import finite
 
-    loaded = load(run, step, **of_model)
+    with phase("loading the model"):
+        loaded = load(run, step, **of_model)
     found = score_tasks(loaded, tasks, **options)
     rows = [("task", "metric", "value", "stderr")]
     rows += [(one.task, one.metric, _shown(one.value), _shown(one.stderr)) for one in found]

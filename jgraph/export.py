@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from jgraph.cli import Count, Module, command
+from jgraph.cli import Count, Module, command, phase
 from jgraph.errors import os_errors, require
 
 
@@ -74,7 +74,7 @@ def export(
         chosen = dtype or (source.dtype if source else saved.config.dtypes.main_params_dtype)
         parts = names.parts(model)
         lora = saved.config.lora
-        with os_errors("to", to):
+        with phase("writing the tensors"), os_errors("to", to):
             if weights == "adapter":
                 assert isinstance(saved.model, AdaptedModel)
                 base = saved.config.initial.init_from

@@ -5,19 +5,18 @@
     git diff | python -m jgraph.sample folder/ --prompt - --max-tokens 40
     python -m jgraph.sample folder/ --chat --prompt "What is a monad?"
 
-Prints each prompt and its continuation to stdout as tokens arrive, and the compilation time to stderr. Runs of any parallel
-layout can be sampled, also while they train.
+Prints each prompt and its continuation to stdout as tokens arrive, and the times of loading and compilation to stderr. Runs of
+any parallel layout can be sampled, also while they train.
 """
 
 import itertools
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from jgraph.cli import Count, Directory, Module, command
+from jgraph.cli import Count, Directory, Module, command, phase
 from jgraph.errors import ConfigError, require
 from jgraph.interop.folder import check_exists
 
@@ -46,8 +45,8 @@ def sample(
 
     With `chat`, prints only the answers.
 
-    The first text is printed as its tokens arrive, each other text when all texts are complete. Two lines about compilation go
-    to stderr.
+    The first text is printed as its tokens arrive, each other text when all texts are complete. The times of
+    loading and compilation go to stderr.
 
     Args:
         run: A run directory of `python -m jgraph.train`, or a Hugging Face folder.
@@ -83,23 +82,22 @@ def sample(
 
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_devices()
-    loaded = load(run, step, module=module, adapter=adapter)
     # Bytes that are not UTF-8 are kept as surrogates.
     stdin = sys.stdin.buffer.read().decode(errors="surrogateescape") if "-" in prompts else ""
     texts = [stdin if prompt == "-" else prompt for prompt in prompts]
     limit = {} if window is None else {"window": window}
     draw = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "key": seed}
     settings = {"max_tokens": max_tokens, "stop": stop, **draw, **limit}
-    if chat:
-        before = [{"role": "system", "content": system}] if system else []
-        pieces = loaded.chat_stream([[*before, {"role": "user", "content": text}] for text in texts], **settings)
-        texts = ["" for _ in texts]
-    else:
-        pieces = loaded.stream(texts, **settings)
-    print("compiling the prompt and token programs", file=sys.stderr, flush=True)
-    start = time.perf_counter()
-    first = list(itertools.islice(pieces, 1))
-    print(f"first text after {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    with phase("loading the model"):
+        loaded = load(run, step, module=module, adapter=adapter)
+        if chat:
+            before = [{"role": "system", "content": system}] if system else []
+            pieces = loaded.chat_stream([[*before, {"role": "user", "content": text}] for text in texts], **settings)
+            texts = ["" for _ in texts]
+        else:
+            pieces = loaded.stream(texts, **settings)
+    with phase("compiling the prompt and token programs"):
+        first = list(itertools.islice(pieces, 1))
     # All texts grow at the same time. The first is printed as it grows, the others when it is complete.
     later = ["" for _ in texts]
     print(texts[0], end="", flush=True)

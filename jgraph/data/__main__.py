@@ -14,7 +14,7 @@ import numpy as np
 import tyro
 from rich.text import Text
 
-from jgraph.cli import File, FlagConsole, command
+from jgraph.cli import File, FlagConsole, command, phase
 from jgraph.data import _tokenfile
 from jgraph.data._corpus import load, side_files
 from jgraph.data._make import SHARD_TOKENS, make_token_files
@@ -51,7 +51,8 @@ def make(
         DataError: If a text is missing, empty, damaged or not UTF-8; if `out` is in use; or if the tokenizer is missing or
             invalid.
     """
-    make_token_files(text, tokenizer, out, field=field, heldout_fraction=heldout_fraction, shard_tokens=shard_tokens)
+    with phase("tokenizing the text"):
+        make_token_files(text, tokenizer, out, field=field, heldout_fraction=heldout_fraction, shard_tokens=shard_tokens)
     show((str(out),))
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jgraph.cli import Count, Directory, File, as_flags, command, fields_of
+from jgraph.cli import Count, Directory, File, as_flags, command, fields_of, phase
 from jgraph.errors import ConfigError, os_errors, require
 
 
@@ -44,16 +44,13 @@ def show(
     from jgraph.profile import report
 
     recorded = next((place for place in (path, path / "profile") if (place / "run.json").exists()), None)
-    if recorded:
-        if program or steps:
-            raise ConfigError(f"{path} is a run: leave out `program` and `steps`, which it records", field="program")
-        profile, default_out = report.of_run(recorded), recorded
-    else:
-        profile = report.of_trace(path, program=program, steps=steps)
-        default_out = path if path.is_dir() else path.parent
-    out = out or default_out
-    with os_errors("out", out):
-        files = report.write(profile, out)
+    if recorded and (program or steps):
+        raise ConfigError(f"{path} is a run: leave out `program` and `steps`, which it records", field="program")
+    out = out or recorded or (path if path.is_dir() else path.parent)
+    with phase("making the report"):
+        profile = report.of_run(recorded) if recorded else report.of_trace(path, program=program, steps=steps)
+        with os_errors("out", out):
+            files = report.write(profile, out)
     for line in _summary(profile), f"written to {', '.join(map(str, files))}", *profile["about"]["notes"]:
         print(as_flags(line, fields_of(show)))
 

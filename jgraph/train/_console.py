@@ -8,6 +8,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jgraph import cli
 from jgraph.data import Corpus
 from jgraph.data._rows import describe
 from jgraph.settings import differing
@@ -55,7 +56,7 @@ class Reporter:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._live.add_task("", total=steps, numbers="compiling")
+        self._task = self._live.add_task("", total=steps, numbers="first step")
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -63,11 +64,16 @@ class Reporter:
 
     def __exit__(self, *exc_info: object) -> None:
         self._live.stop()
+        self._console.show_cursor()  # a phase hides it, and a run that hangs ends inside the phase
 
     def line(self, text: str) -> None:
         """Prints one or several lines as they are, without markup. Characters that the console cannot encode become `?`."""
         text = text.encode(self._console.encoding, errors="replace").decode(self._console.encoding)
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Shows a phase that takes seconds. Not inside the `with` block of the live line."""
+        return cli.phase(name, self._console)
 
     def warn(self, text: str) -> None:
         self.line(f"warning: {text}")

@@ -75,17 +75,19 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             warning = tokenizer_warning(config) if weights else ""
             if weights:
                 stack.callback(weights.close)
-            corpus = load(config.input.data, tokenizer=tokenizer, **config.data_options)
+            with reporter.phase("reading the data"):
+                corpus = load(config.input.data, tokenizer=tokenizer, **config.data_options)
             with os_errors("run_dir", run_dir.path, "read"):  # `locked` names the files that it writes
                 run_dir.check(config, corpus.fingerprint)
                 if is_process_zero():
                     stack.enter_context(locked(run_dir, reporter.warn))
                     # Another process may have written to the directory before this one took the lock.
                     run_dir.check(config, corpus.fingerprint)
-            setup = TrainSetup.of(config)
-            # Traced now, because they run long after the start.
-            _validation.check_loss(setup)
-            no_sample = _validation.sampling_problem(setup) if config.monitor.sample_tokens else ""
+            with reporter.phase("tracing the model"):
+                setup = TrainSetup.of(config)
+                # Traced now, because they run long after the start.
+                _validation.check_loss(setup)
+                no_sample = _validation.sampling_problem(setup) if config.monitor.sample_tokens else ""
         _check_processes_agree(config, corpus.fingerprint, weights.step if weights else None)
         own = setup.step.bound.layout.own.params.values()
         size = sum(math.prod(param.shape) for param in own)
@@ -156,8 +158,9 @@ class _Run:
             with all_or_raise():
                 check_space(run_dir.path.absolute(), shapes, output.checkpoint_keep + 1, names=_NAMES)
             # Both programs compile at once, and before the directory changes: an error must not replace an earlier run.
-            init = partial(self.weights.load, setup) if self.weights else setup.compile_init()
-            step = self.compile(setup)
+            with reporter.phase("compiling the training step"):
+                init = partial(self.weights.load, setup) if self.weights else setup.compile_init()
+                step = self.compile(setup)
         with all_or_raise():
             if is_process_zero():
                 self._write(is_new=is_new)
@@ -166,13 +169,17 @@ class _Run:
         try:
             with all_or_raise():
                 checkpoints.check_space(shapes)
-            done, state = _start(setup, init, checkpoints, shapes)
+            with reporter.phase("making the initial state" if is_new else "restoring the newest checkpoint"):
+                done, state = _start(setup, init, checkpoints, shapes)
             outcome = "already finished"
             if done >= config.steps:
                 reporter.line(f"this run is finished: {done} of {config.steps} steps; to train longer, see `optimizer.extend`")
             else:
                 self._print_start(done, batches)
-                done, state = self._loop(done, state, step or self.compile(setup), batches, checkpoints)
+                if step is None:
+                    with reporter.phase("compiling the training step"):
+                        step = self.compile(setup)
+                done, state = self._loop(done, state, step, batches, checkpoints)
                 outcome = f"stopped by {self.stop.name}" if done < config.steps else "finished"
         finally:
             checkpoints.close()
@@ -276,6 +283,10 @@ class _Run:
         is_done = done >= self.config.steps
         entries = read_metrics(run_dir.metrics)
         last = entries[-1] if entries else {}
+        sample = ("", "")
+        if is_done and samples:
+            with self.reporter.phase("generating a sample text"):
+                sample = _validation.sample(self.setup, state, self.corpus)
         summary = Summary(
             outcome=outcome,
             steps=int(state.step),
@@ -286,7 +297,7 @@ class _Run:
             heldout_loss=next((entry["eval_loss"] for entry in reversed(entries) if "eval_loss" in entry), None),
             zlib_nats_per_token=self.corpus.zlib_nats_per_token,
             run_dir=run_dir.path,
-            sample=_validation.sample(self.setup, state, self.corpus) if is_done and samples else ("", ""),
+            sample=sample,
             stopped_by="" if is_done else self.stop.name,
         )
         if is_done:

@@ -154,7 +154,9 @@ def test_prompts_and_standard_input_are_printed_with_their_continuations(run_dir
 
 def test_compilation_is_announced_on_stderr_by_the_command_line_only(run_dir, loaded, capsys):
     assert run(run_dir, "--prompt", "The ", "--max-tokens", 6, "--temperature", 0) == 0
-    assert re.fullmatch(r"compiling the prompt and token programs\nfirst text after \d+\.\d s\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        r"loading the model: \d+\.\d s\ncompiling the prompt and token programs: \d+\.\d s\n", capsys.readouterr().err
+    )
     loaded.generate("The ", max_tokens=6, temperature=0)
     assert capsys.readouterr() == ("", "")
 

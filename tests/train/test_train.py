@@ -89,6 +89,13 @@ def test_a_run_prints_its_config_progress_summary_and_a_sample(run):
     assert f"sample text for the held-out prompt {sample['prompt']!r}:\n{sample['text']}\n" in out
 
 
+def test_a_log_names_each_phase_of_a_run_once(run):
+    _, out = run
+    start = ["reading the data", "tracing the model", "compiling the training step", "making the initial state"]
+    phases = [*start, "generating a sample text"]
+    assert [line for line in out.splitlines() if line in phases] == phases
+
+
 def test_a_rerun_of_a_finished_run_prints_its_summary_and_trains_no_step(run, capsys):
     run_dir, out = run
     before = (run_dir / "metrics.jsonl").read_bytes()
