@@ -9,7 +9,7 @@ a few steps later. A model without a KV cache recomputes its window for each tok
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias, TypedDict, Unpack
 
 import jax
@@ -157,7 +157,7 @@ def stream(
         >>> jgraph.generate(echo, {}, [[1, 2], [3]], max_tokens=3)
         [array([2, 2, 2], dtype=int32), array([3, 3, 3], dtype=int32)]
     """
-    rows = _rows(prompts)
+    rows = rows_of("prompts", prompts)
     require(isinstance(max_tokens, int) and max_tokens > 0, "max_tokens", max_tokens, "a positive integer")
     require(window is None or window > 0, "window", window, "positive")
     longest = max(map(len, rows))
@@ -168,9 +168,7 @@ def stream(
     settings = settings_of(temperature, top_k, top_p)
     decoder = _decoder(model)
     weights = (params, {} if carried is None else carried)
-    tokens_BT = np.zeros((len(rows), min(_rounded(longest), int(slots))), np.int32)
-    for row_T, row in zip(tokens_BT, rows, strict=True):
-        row_T[: len(row)] = row
+    tokens_BT = padded(rows, int(slots))
     key = jax.random.key(key) if isinstance(key, int | np.integer) else key
     lengths_B = np.array([len(row) for row in rows], np.int32)
     stop_S = np.array(stop, np.int32)
@@ -286,14 +284,24 @@ def windowed(logits_fn: Callable[[tuple[Params, Carried], Array], Array]) -> Dec
     return Decoder(lambda params, carried: (params, carried), prefill, decode)
 
 
-def _rows(prompts: Sequence[Prompt]) -> list[np.ndarray]:
-    rows = [np.asarray(prompt) for prompt in prompts]
-    require(bool(rows), "prompts", "empty", "at least one prompt")
+def rows_of(name: str, texts: Iterable[object]) -> list[np.ndarray]:
+    """Returns the token ids of each text. Raises ConfigError, naming the argument `name`."""
+    rows = [np.asarray(text) for text in texts]
+    require(bool(rows), name, "empty", "at least one text")
     for number, row in enumerate(rows):
-        require(row.ndim == 1, "prompts", f"{row.ndim}-D at index {number}", "a list of 1-D token ids, even for one prompt")
-        require(row.size > 0, "prompts", f"empty at index {number}", "at least one token long")
-        require(np.issubdtype(row.dtype, np.integer), "prompts", f"{row.dtype} at index {number}", "integers")
+        require(row.ndim == 1, name, f"{row.ndim}-D at index {number}", "a list of 1-D token ids, one for each text")
+        require(row.size > 0, name, f"empty at index {number}", "at least one token long")
+        require(np.issubdtype(row.dtype, np.integer), name, f"{row.dtype} at index {number}", "integers")
     return rows
+
+
+def padded(rows: Sequence[np.ndarray], window: int | None) -> np.ndarray:
+    """Pads texts on the right to a common length, a multiple of 64 or the window, so that few programs are compiled."""
+    length = min(_rounded(max(map(len, rows))), window or math.inf)
+    tokens_BT = np.zeros((len(rows), int(length)), np.int32)
+    for row_T, row in zip(tokens_BT, rows, strict=True):
+        row_T[: len(row)] = row
+    return tokens_BT
 
 
 def check_ids(name: str, rows: Sequence[np.ndarray], logits: Callable[[], jax.ShapeDtypeStruct], methods: str) -> None:

@@ -1,4 +1,4 @@
-"""Computes log probabilities of continuations. A compiled program returns one sum and one flag per continuation."""
+"""Computes logits of texts, and log probabilities of continuations: one sum and one flag per continuation."""
 
 # B rows, T tokens of a row (padded), V vocabulary
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from jgraph.errors import require
-from jgraph.inference.generate import check_ids
+from jgraph.inference.generate import Prompt, check_ids, padded, rows_of
 from jgraph.modules import FunctionalModel
 from jgraph.types import Carried, Params
 
@@ -26,6 +26,24 @@ class Score(NamedTuple):
 
     log_prob: float  # sum over its tokens, in nats; 0 without tokens
     is_greedy: bool  # greedy decoding of the context produces this continuation
+
+
+def logits(
+    model: FunctionalModel,
+    params: Params,
+    ids: Prompt | Sequence[Prompt],
+    *,
+    window: int | None = None,
+    carried: Carried = None,
+) -> Array:
+    """Computes float32 logits [T, V] of one text, or [B, T, V] of several. `Loaded.logits` documents it."""
+    is_one = len(ids) > 0 and np.ndim(ids[0]) == 0
+    rows = rows_of("ids", [ids] if is_one else ids)
+    longest = max(map(len, rows))
+    require(longest <= (window or math.inf), "ids", f"{longest} tokens long", f"at most `window` {window} tokens long")
+    weights = _weights(model, params, carried, "ids", rows)
+    found_BTV = _logits(weights, padded(rows, window), model=model)[:, :longest].astype(jnp.float32)
+    return found_BTV[0] if is_one else found_BTV
 
 
 def scores(
@@ -47,9 +65,7 @@ def scores(
         require(len(continuation) <= (window or math.inf), "pairs", length, f"at most `window` {window} tokens long")
     first = -(window + 1) if window else 0  # the last token is predicted, but not read
     rows = [np.asarray([*context, *continuation], np.int32)[first:] for context, continuation in pairs]
-    weights = (params, {} if carried is None else carried)
-    one_token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    check_ids("pairs", rows, lambda: _logits.eval_shape(weights, one_token, model=model), "logits(tokens_BT)")
+    weights = _weights(model, params, carried, "pairs", rows)
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
@@ -62,6 +78,16 @@ def scores(
         log_probs_B, greedy_B = map(np.asarray, _scores(weights, tokens_BT, labels_BT, model=model))
         for number, index in enumerate(batch):
             yield index, Score(float(log_probs_B[number]), bool(greedy_B[number]))
+
+
+def _weights(
+    model: FunctionalModel, params: Params, carried: Carried, name: str, rows: Sequence[np.ndarray]
+) -> tuple[Params, Carried]:
+    """Returns parameters and mutable state. Raises ConfigError for ids, in the argument `name`, out of the vocabulary."""
+    weights = (params, {} if carried is None else carried)
+    one_token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    check_ids(name, rows, lambda: _logits.eval_shape(weights, one_token, model=model), "logits(tokens_BT)")
+    return weights
 
 
 def _padded(length: int, window: int | None) -> int:

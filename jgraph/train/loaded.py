@@ -11,13 +11,15 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jgraph.adapters import A, AdaptedModel, B, joined, separated
 from jgraph.data import Tokenizer, is_text, tokenizer_beside
 from jgraph.data.chat import prompt
 from jgraph.data.tokenizer import TOKENIZER_FILE, vocabulary
 from jgraph.errors import ConfigError, DataError, require
-from jgraph.inference.generate import ENDED, stream
+from jgraph.inference.generate import ENDED, Prompt, stream
+from jgraph.inference.score import logits
 from jgraph.inference.text import TextStream
 from jgraph.interop.adapter import AdapterFolder, adapter_parts
 from jgraph.interop.folder import Folder, check_exists
@@ -61,6 +63,28 @@ class Loaded:
         size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
         name = self.config.module.rpartition(":")[2]
         return f"{name} of {self.source}: {size:,} parameters, tokenizer {self.tokenizer.name}, window {self.window}"
+
+    def logits(self, ids: Prompt | Sequence[Prompt]) -> Array:
+        """Computes the logits of the token after each position, in evaluation mode.
+
+        `loaded.logits(loaded.tokenizer.encode("The with"))[-1].argmax()` is the id of the most likely next token. The first
+        call compiles a program. Later calls compile again if the number of texts or their longest length, rounded up
+        to a multiple of 64, is new.
+
+        Args:
+            ids: Token ids of one text, [T], as from `tokenizer.encode`; or of several texts, [B, T] or a list of 1-D ids. A
+                text has from 1 to `window` tokens. Texts of different lengths are padded on the right to the longest, so the
+                model must be causal.
+
+        Returns:
+            float32 [T, V] for one text, or [B, T, V] for several, for a vocabulary of V tokens, on the device of `params`. The
+            logits at position t belong to token t + 1. After the last token of a shorter text, they have no meaning.
+
+        Raises:
+            ConfigError: If a text is empty or longer than `window`, a token id is outside the vocabulary, or the model has no
+                method `logits`.
+        """
+        return logits(self.model, self.params, ids, window=self.window, carried=self.carried)
 
     def generate(self, prompts: str | Sequence[str], **settings: Any) -> Any:
         """Continues one or several texts by sampling tokens.

@@ -1,4 +1,4 @@
-"""Scores of continuations equal those computed from the logits of each pair alone."""
+"""Logits, and scores of continuations, equal those computed by the model for each text alone."""
 
 import re
 import sys
@@ -93,6 +93,36 @@ def test_scores_use_the_running_statistics_that_are_given():
     carried["norm"]["mean"] = jnp.asarray([0.0, 1.0, 2.0])
     ((_, found),) = scores(model, params, [([0], [2])], carried=carried)
     assert found.log_prob == pytest.approx(float(jax.nn.log_softmax(-carried["norm"]["mean"])[2]), abs=1e-3)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_logits_of_a_padded_batch_equal_those_of_each_text_alone(model, params, logits, window):
+    texts = [[1, 2, 3], [4], list(range(9))]
+    found = score.logits(model, params, texts, window=window)
+    assert (found.shape, found.dtype) == ((3, 9, 11), jnp.float32)
+    for own, text in zip(found, texts, strict=True):
+        np.testing.assert_allclose(own[: len(text)], logits(text), rtol=1e-4, atol=1e-4)
+
+
+def test_logits_of_one_text_have_no_axis_of_texts(model, params):
+    ids = np.array([3, 1, 4])
+    assert score.logits(model, params, ids).shape == (3, 11)
+    assert (score.logits(model, params, ids) == score.logits(model, params, ids[None])[0]).all()
+
+
+def test_texts_of_similar_length_share_a_program_of_logits(model, params):
+    before = score._logits._cache_size()
+    for length in (5, 33, 64):
+        score.logits(model, params, [[1] * length] * 4)
+    assert score._logits._cache_size() == before + 1
+
+
+@pytest.mark.parametrize("ids", [[], [[]], [[1], []], 3 * [[[1]]], [0.5], [11], "text", [1, 2, 3]])
+def test_wrong_ids_are_refused_in_one_line(model, params, ids):
+    with pytest.raises(ConfigError) as error:
+        score.logits(model, params, ids, window=2)
+    assert error.value.field == "ids"
+    assert "\n" not in str(error.value)
 
 
 def test_rows_are_padded_to_a_power_of_two_and_at_most_the_window():

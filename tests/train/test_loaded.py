@@ -62,6 +62,15 @@ def test_the_repr_names_run_step_parameters_tokenizer_and_window(run_dir, loaded
     assert repr(loaded) == f"GPT of {run_dir} after 4 steps: {parameters:,} parameters, tokenizer bytes, window 32"
 
 
+def test_the_logits_of_a_loaded_model_give_its_greedy_text(loaded):
+    ids = loaded.tokenizer.encode("The with")
+    expected = jax.jit(partial(loaded.model.evaluate, "logits"))(loaded.params, {}, np.array([ids], np.int32))[0]
+    found = loaded.logits(ids)
+    assert found.shape == (len(ids), 256)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert loaded.tokenizer.decode([int(found[-1].argmax())]) == loaded.generate("The with", max_tokens=1, temperature=0)
+
+
 def test_a_batch_of_prompts_has_the_texts_of_separate_prompts(loaded):
     prompts = ["The ", "An iterator is"]
     choices = {"max_tokens": 8, "temperature": 0}
