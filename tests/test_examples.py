@@ -2,17 +2,21 @@
 
 import doctest
 import importlib
+import itertools
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jgraph
@@ -98,6 +102,95 @@ def test_the_loss_of_direct_preference_optimization_and_its_gradient_equal_the_f
     expected = jax.tree.map(lambda leaf: np.tensordot(factors_B, leaf[:, 0] - leaf[:, 1], 1), gradients)
     jax.tree.map(lambda own, hand: np.testing.assert_allclose(own, hand, atol=1e-5, rtol=1e-4), gradient, expected)
     assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 1e-2
+
+
+@pytest.fixture
+def strategy_of():
+    """Makes a strategy for the examples that must compute what a plain loop does: state sharded over four devices."""
+    return partial(jgraph.FullySharded, jax.make_mesh((4,), ("fsdp",), devices=jax.devices()[:4]))
+
+
+def assert_close(own, plain):
+    assert jax.tree.structure(own) == jax.tree.structure(plain)
+    jax.tree.map(lambda own, plain: np.testing.assert_allclose(own, plain, rtol=1e-3, atol=1e-4), own, plain)
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_the_losses_of_the_gan_alternate_as_in_a_plain_loop(strategy_of):
+    gan = importlib.import_module("examples.gan")
+    losses = {"discriminator": gan.discriminator_loss, "generator": gan.generator_loss}
+
+    @partial(jax.jit, static_argnums=0)
+    def update(name, params, moments, batch):
+        gradient = jax.grad(lambda part: losses[name](params | {name: part}, batch, None))(params[name])
+        updates, own = gan.OPTIMIZER.update(gradient, moments[name])
+        return params | {name: optax.apply_updates(params[name], updates)}, moments | {name: own}
+
+    start = params = gan.make_params()
+    moments = jax.tree.map(gan.OPTIMIZER.init, params, is_leaf=lambda tree: "up" in tree)
+    for batch in itertools.islice(gan.batches(), 1, 6):  # the first batch is compiled for
+        for name in losses:
+            params, moments = update(name, params, moments, batch)
+    assert_close(gan.train(5, strategy_of(start)), params)
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_the_average_of_parameters_equals_that_of_a_plain_loop(strategy_of):
+    ema = importlib.import_module("examples.ema")
+    optimizer = optax.adam(3e-2)
+
+    @jax.jit
+    def update(params, average, moments, batch):
+        updates, moments = optimizer.update(jax.grad(ema.loss)(params, batch, None), moments)
+        params = optax.apply_updates(params, updates)
+        return params, jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, average, params), moments
+
+    params = average = ema.make_params()
+    moments, rng = optimizer.init(params), np.random.default_rng(0)
+    ema.batch_of(rng)  # the first batch is compiled for
+    for _ in range(5):
+        params, average, moments = update(params, average, moments, ema.batch_of(rng))
+    assert_close(ema.train(5, strategy_of(params), decay=0.9), (params, average))
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_an_equinox_model_is_trained_as_in_a_plain_loop(strategy_of):
+    example = importlib.import_module("examples.equinox_loop")
+    optimizer = optax.adamw(3e-3)
+
+    @eqx.filter_jit
+    def update(model, moments, batch):
+        gradient = eqx.filter_grad(example.mean_loss)(model, batch, jax.random.key(0))
+        updates, moments = optimizer.update(gradient, moments, eqx.filter(model, eqx.is_inexact_array))
+        return eqx.apply_updates(model, updates), moments
+
+    start = model = example.Model(0.0, jax.random.key(0))  # dropout would have other keys
+    moments = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    for batch in itertools.islice(example.batches(), 1, 6):
+        model, moments = update(model, moments, batch)
+    assert_close(*(eqx.filter(own, eqx.is_array) for own in (example.train(start, 5, strategy_of), model)))
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_a_pipeline_of_nnx_layers_computes_what_the_whole_model_does():
+    example = importlib.import_module("examples.nnx_pipeline")
+    optimizer, batch = optax.adam(1e-3), example.batch_of(np.random.default_rng(0))
+
+    @jax.jit
+    def update(params, moments):
+        gradient = jax.grad(lambda params: example.MODEL.loss(params, batch, jax.random.key(0))[0])(params)
+        updates, moments = optimizer.update(gradient, moments)
+        return optax.apply_updates(params, updates), moments
+
+    params, _ = example.MODEL.init()
+    moments = optimizer.init(params)
+    for _ in range(5):
+        params, moments = update(params, moments)
+    assert_close(example.train(5, ranks=2), params)
 
 
 MODULES = [
