@@ -1,5 +1,6 @@
 """Files, modules and flags named in README, guides and notes exist, and code snippets run."""
 
+import ast
 import importlib
 import importlib.util
 import re
@@ -158,6 +159,19 @@ def test_functions_named_with_a_file_on_the_upstream_page_are_in_that_file():
 def test_readme_clones_the_repository_of_the_package():
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
     assert f"git clone {urls['Repository']} && cd jgraph" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_page_of_xla_options_lists_those_that_the_code_sets():
+    sources = [*ROOT.glob("jgraph/**/*.py"), *ROOT.glob("models/**/*.py")]
+    nodes = [node for path in sources for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    option = r"xla_(?:backend|cpu|dump|enable|gpu)_\w+(?:=\w+)?"
+    code = {found for text in texts for found in re.findall(option, text)}
+    page = set(re.findall(f"`({option})`", (ROOT / "notes/guide/xla-options.md").read_text(encoding="utf-8")))
+    advised = {"xla_gpu_command_buffer_unroll_loops", "xla_enable_dumping"}  # in messages only
+    assert {name.partition("=")[0] for name in page} == {name.partition("=")[0] for name in code} - advised
+    # Options of strategies and presets are texts with a value.
+    assert {name for name in code if "=" in name and name.partition("=")[0] not in advised} <= page
 
 
 def test_the_reference_has_one_entry_per_public_name():
