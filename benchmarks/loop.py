@@ -10,10 +10,15 @@ Each comparison is printed, and stored under its name when it ends:
 - `command`: plain JAX and the step of `python -m jgraph.train`, as in the benchmark `single_gpu`.
 
 All programs have the same model, loss, parameters, batch and schedule of the learning rate. The step of the command line has
-the XLA options of the preset, and does not decay vectors.
+the XLA options of the preset, and does not decay vectors. To give them to the other two as well:
+
+python -m benchmarks.loop --out loop.json --xla-options xla_gpu_experimental_force_split_k=1 \
+    --plain "same flatten xla_gpu_experimental_force_split_k=1"
 """
 
+import dataclasses
 import json
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +32,10 @@ from jax import Array
 
 import jgraph
 from benchmarks.peers.plain_jax import plain_step
+from benchmarks.rows import Row
 from benchmarks.runner import Options, environment
 from benchmarks.works import preset_config
+from jgraph.compare._compare import Measurement
 from jgraph.train.config import TrainConfig
 from jgraph.train.optimizer import learning_rate
 from jgraph.train.setup import TrainSetup
@@ -54,6 +61,8 @@ class LoopOptions:
     """Turns of each program."""
     seconds: float = 0.3
     """Seconds of a repeat. A turn takes 6 times as long."""
+    xla_options: tuple[str, ...] = ()
+    """XLA options of README's step, as NAME=VALUE. Those of plain JAX are words of its variant."""
     revision: str = ""
     """Git revision to store in the results, for a copy of the sources without .git."""
 
@@ -64,10 +73,13 @@ class Programs:
     Args:
         config: Config of the run.
         plain: Variant of plain JAX.
+        xla_options: XLA options of README's step.
     """
 
-    def __init__(self, config: TrainConfig, plain: str):
-        self.config, self.variant = config, plain
+    def __init__(self, config: TrainConfig, plain: str, xla_options: tuple[str, ...]):
+        self.config = config
+        self.variant = plain
+        self.xla_options = xla_options
         self._plain = plain_step(config, plain.split(), platform=jax.default_backend())
         self._state = self._plain.init()
         tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, self._plain.batch.shape)
@@ -106,7 +118,8 @@ class Programs:
         params, _ = self._state
         strategy = jgraph.Replicated(None, params)
         step = jgraph.train_step(loss, transform, strategy, clip_norm=self.config.optimizer.clip_norm)
-        return self._compared(step, step.compile(self._tokens_BS), step.init(params), name)
+        run = step.compile(self._tokens_BS, xla_options=self.xla_options)
+        return self._compared(step, run, step.init(params), name)
 
     def _compared(
         self, step: jgraph.TrainStep, run: jgraph.CompiledStep, state: jgraph.TrainState, name: str
@@ -125,22 +138,42 @@ def main(options: LoopOptions) -> None:
     Args:
         options: Flags.
     """
-    programs = Programs(preset_config("launch-bound", Options(sizes=options.sizes)), options.plain)
+    programs = Programs(preset_config("launch-bound", Options(sizes=options.sizes)), options.plain, options.xla_options)
     pairs: dict[Name, tuple[str, str]] = {
         "loop": ("plain", "loop"),
         "declared": ("loop", "declared"),
         "command": ("plain", "command"),
     }
     made: dict[str, jgraph.Program] = {}
-    stored: dict[str, Any] = {"environment": environment(revision=options.revision), "comparisons": {}}
+    works: dict[str, Any] = {}
     for name in options.comparisons:
         for each in pairs[name]:
             made[each] = made.get(each) or getattr(programs, each)()
         f, g = (made[each] for each in pairs[name])
         compared = jgraph.compare(f, g, rounds=options.rounds, seconds=options.seconds)
         print(compared, end="\n\n", flush=True)
-        stored["comparisons"][name] = json.loads(compared.to_json())
-        options.out.write_text(json.dumps(stored, indent=2) + "\n")
+        works[name] = {
+            "environment": environment(revision=options.revision),
+            "options": dataclasses.asdict(options) | {"out": str(options.out)},
+            "device": compared.f.device,
+            "rows": [row(compared.f), row(compared.g)],
+            "difference": str(compared.difference),
+        }
+        options.out.write_text(json.dumps({"works": works}, indent=2) + "\n")
+
+
+def row(measured: Measurement) -> Row:
+    """Returns the row of one program in a results file."""
+    return {
+        "system": "jax" if measured.name.startswith("jax ") else "jgraph",
+        "variant": measured.name.removeprefix("jax "),
+        "ms": statistics.median(measured.step_ms),
+        "repeats_ms": measured.step_ms,
+        "host_ms": statistics.median(measured.host_ms),
+        "repeats_host_ms": measured.host_ms,
+        "capture": str(measured.capture),
+        **({"step_bytes": measured.memory.total} if measured.memory else {}),
+    }
 
 
 if __name__ == "__main__":

@@ -29,9 +29,10 @@ from benchmarks import (
     tensor_context,
     works,
 )
+from benchmarks.compare import read
 from benchmarks.peers import plain_jax, plain_jax_decode
 from benchmarks.peers.te_variant import TEVariant, is_te, parse_sharded_variant, parse_variant
-from benchmarks.rows import step_flops
+from benchmarks.rows import step_flops, unknown_keys
 from benchmarks.turns import Candidate, TimingOptions, race
 from jgraph.train.presets import preset
 from jgraph_models.gpt import GPT
@@ -225,10 +226,10 @@ def test_plain_jax_with_sharded_state_has_the_loss_and_the_memory_of_jgraph(run_
 def test_the_loop_of_the_readme_is_compared_with_plain_jax(tmp_path):
     out = tmp_path / "loop.json"
     loop.main(loop.LoopOptions(out=out, comparisons=("loop",), sizes="tiny", rounds=1, seconds=0.001))
-    (found,) = json.loads(out.read_text())["comparisons"].values()
-    assert (found["f"]["name"], found["g"]["name"]) == ("jax same flatten", "optax.adamw")
-    assert found["difference"]["mismatch"] == ""
-    assert found["difference"]["relative"] < 1e-4
+    found = read(out)["loop"]
+    assert [(row["system"], row["variant"]) for row in found["rows"]] == [("jax", "same flatten"), ("jgraph", "optax.adamw")]
+    assert not any(unknown_keys(row) for row in found["rows"])
+    assert found["difference"] == "bitwise equal" or float(found["difference"].split()[3]) < 1e-4
 
 
 def test_words_of_a_plain_jax_variant_combine_and_unknown_words_are_refused():

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from jgraph._version import __version__
 from jgraph.compare._difference import Difference, difference
 from jgraph.compare._program import Program, Running, of_type
 from jgraph.errors import ConfigError, require
@@ -70,6 +69,8 @@ class Comparison:
 
         The page has the table, the times of each round, and the operations outside command buffers.
         """
+        from jgraph._version import __version__  # imported here, because sources without an installation have no version
+
         names = [self.f.name, self.g.name]
         rounds = zip(self.f.step_ms, self.g.step_ms, self.f.host_ms, self.g.host_ms, self.ratios, strict=True)
         return render(
