@@ -70,7 +70,7 @@ class StagePrecision(Generic[Function]):
         """Combines the states of all ranks to that of all layers, the same on all ranks. Collective over `axes` and `pipe`."""
         return {}
 
-    def prepare(
+    def prepared_weights(
         self,
         function: Function,  # from `function`
         args: Trees,  # arrays or shapes of (given, x, context, key), without those that layers do not take, for one microbatch
@@ -83,14 +83,14 @@ class StagePrecision(Generic[Function]):
         return [None] * len(stages)
 
     def weight_shapes(self, function: Function, args: Trees, observed: Observed) -> Weights | None:
-        """Returns the shapes of the prepared weights of a chunk. `args` are as for `prepare`, with unsharded parameters."""
+        """Returns the shapes of the prepared weights of a chunk. `args` as in `prepared_weights`, but not sharded."""
         return None
 
     def first_weights(
         self,
         function: Function,  # from `named_function`
         args: Trees,
-        weights: Sequence[Fact] | None,  # from `prepare`, or anything in their place, such as numbers
+        weights: Sequence[Fact] | None,  # from `prepared_weights`, or anything in their place, such as numbers
         share: Fraction,  # layers of the stage per layer of the chunk
     ) -> Sequence[Fact | None] | None:
         """Selects the weights of a stage with fewer layers than the chunk, or with an embedding, for the MPMD engine."""
@@ -163,7 +163,7 @@ class FP8Precision(StagePrecision[FP8Function]):
 
         return jax.tree.map(whole, *states)
 
-    def prepare(
+    def prepared_weights(
         self,
         function: FP8Function,
         args: Trees,
@@ -203,7 +203,7 @@ class FP8Precision(StagePrecision[FP8Function]):
     def first_weights(
         self, function: FP8Function, args: Trees, weights: Sequence[Fact] | None, share: Fraction
     ) -> Sequence[Fact | None]:
-        assert weights is not None, "`prepare` returns weights"
+        assert weights is not None, "`prepared_weights` returns weights"
         # The matmuls of an embedding come first and are not in FP8.
         first = weights[: int(len(weights) * share)]
         return [*[None] * (len(function.plan(*args).traced.sites) - len(first)), *first]

@@ -140,7 +140,7 @@ class Pipeline(Placement, StageFunctions):
         states = self.precision.pick(observed, table_CN)
         args = (given[0], x, *context, *([] if key is None else [key]))
         over = tuple(axis for axis in batch if axis == Axis.FSDP and self.mesh.shape[axis] > 1)
-        weights = self.precision.prepare(function, args, chunks, states, shards.layers, over)
+        weights = self.precision.prepared_weights(function, args, chunks, states, shards.layers, over)
         stages = list(zip(given, states, weights, strict=True))
         split = split_backward(function, has_aux=True, recompute=self.recompute)
         rank = StageExecutor(self.model, split, self.carried, outer, self.cast(outer), stages, inputs, key, impl, trained)

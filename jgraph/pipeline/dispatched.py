@@ -307,7 +307,7 @@ def _begin(
             table_CN = pipeline.own(pipeline.assignment.layers())
             parts = jax.tree.map(lambda leaf: leaf[0], layers)
             state = pipeline.precision.pick(history, table_CN)
-            weights = pipeline.precision.prepare(function, args, parts, state, [[]] * len(chunks), ())
+            weights = pipeline.precision.prepared_weights(function, args, parts, state, [[]] * len(chunks), ())
             bits = pipeline.carried.pick(states, table_CN)
             begun = Begun(
                 batch=[jax.tree.map(lambda leaf, m=m: leaf[m], batch_M) for m in range(count)],
