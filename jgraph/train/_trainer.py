@@ -25,6 +25,7 @@ from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
 from jgraph.train import _callbacks, _capacity, _trackers, _validation, profiling
 from jgraph.train._console import Reporter, Summary
+from jgraph.train._functional import batch_shapes
 from jgraph.train._lock import locked
 from jgraph.train._loop import Callback, Loop, agreed_stop
 from jgraph.train._signals import StopRequest
@@ -33,7 +34,7 @@ from jgraph.train.config import InputConfig, TrainConfig
 from jgraph.train.initial import InitialWeights, initial_weights, tokenizer_of, tokenizer_warning, write_origin
 from jgraph.train.metrics import MetricsLog, StepClock, read_metrics
 from jgraph.train.rundir import RunDir, versions
-from jgraph.train.setup import TrainSetup, batch_shapes
+from jgraph.train.setup import TrainSetup
 from jgraph.xla import cache, compiler_options
 from jgraph.xla.options import known
 

@@ -18,10 +18,11 @@ from jgraph.inference.generate import generate, windowed
 from jgraph.mesh import batch_axes
 from jgraph.modules import Decoder
 from jgraph.step.state import TrainState
+from jgraph.train._functional import batch_shapes
 from jgraph.train._watchdog import Watchdog
 from jgraph.train.config import TrainConfig
 from jgraph.train.model import model_errors
-from jgraph.train.setup import TrainSetup, batch_shapes
+from jgraph.train.setup import TrainSetup
 from jgraph.types import Params, Tree
 
 _PROMPT_TOKENS = 64

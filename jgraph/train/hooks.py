@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
-from flax import linen as nn
 from jax import Array
 
-from jgraph.errors import ConfigError, check_types, require
+from jgraph.errors import ConfigError, check_types
 from jgraph.interop import HuggingFace
 from jgraph.modules import Decoder
 from jgraph.pipeline import PipelineModel
@@ -112,11 +111,3 @@ def model_hooks(module: str) -> ModelHooks:
         raise ConfigError(f"`module` is {module}: {must}", field="module")
     check_types(hooks, prefix=f"{module}.")
     return hooks
-
-
-def set_remat(made: Any, remat: str, module: str) -> None:
-    """Sets the attribute `remat` of a module, unless `remat` is `nothing`."""
-    if remat != "nothing":
-        has_remat = not isinstance(made, nn.Module) and isinstance(getattr(made, "remat", None), str)
-        require(has_remat, "remat", remat, f"nothing for {module}, which has no attribute `remat`, except in a pipeline")
-        made.remat = remat

@@ -26,10 +26,10 @@ from jgraph.interop.folder import Folder, check_exists
 from jgraph.interop.load import load_parameters
 from jgraph.interop.names import Part
 from jgraph.modules import FunctionalModel
+from jgraph.train._functional import functional_model
 from jgraph.train.config import LoRAConfig, TrainConfig
 from jgraph.train.initial import copied_folder, names_of
 from jgraph.train.saved import SavedRun
-from jgraph.train.setup import functional_model
 from jgraph.tree import leaf_names
 from jgraph.types import Tree
 

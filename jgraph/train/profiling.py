@@ -24,13 +24,14 @@ from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import StepMetrics, TrainState
 from jgraph.train._capacity import is_halted
 from jgraph.train._console import Reporter
+from jgraph.train._functional import batch_shapes
 from jgraph.train._loop import Callback
 from jgraph.train._watchdog import Watchdog
 from jgraph.train.config import TrainConfig
 from jgraph.train.metrics import peak_memory_bytes
 from jgraph.train.presets import PRESETS
 from jgraph.train.rundir import RunDir, versions
-from jgraph.train.setup import TrainSetup, batch_shapes
+from jgraph.train.setup import TrainSetup
 from jgraph.xla.launches import profiler_options
 
 # Without this option, XLA can skip command buffers under a profiler.

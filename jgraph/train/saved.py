@@ -11,8 +11,8 @@ from jgraph.adapters import A, AdaptedModel, B
 from jgraph.checkpoint import CheckpointReader
 from jgraph.dispatch import in_turn
 from jgraph.modules import FunctionalModel
+from jgraph.train._functional import functional_model
 from jgraph.train.rundir import RunDir
-from jgraph.train.setup import functional_model
 from jgraph.tree import path_name
 from jgraph.types import Tree
 

@@ -18,9 +18,9 @@ from jgraph.errors import ConfigError
 from jgraph.interop import Part
 from jgraph.interop.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder, adapter_parts, write_adapter
 from jgraph.train import evaluation
+from jgraph.train._functional import functional_model
 from jgraph.train.config import LoRAConfig, TrainConfig
 from jgraph.train.loaded import open_adapter
-from jgraph.train.setup import functional_model
 from jgraph.tree import is_adapter, leaf_names
 from jgraph_models.hugging_face import HUGGING_FACE
 from tests.interop import test_interop

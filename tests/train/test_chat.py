@@ -19,9 +19,9 @@ from jgraph.data.chat import ChatReader
 from jgraph.errors import ConfigError, DataError
 from jgraph.train import _validation, evaluation
 from jgraph.train.__main__ import main, parse
+from jgraph.train._functional import functional_model
 from jgraph.train.config import TrainConfig
 from jgraph.train.rundir import RunDir
-from jgraph.train.setup import functional_model
 from tests import chats, tiny
 from tests.interop.test_interop import LLAMA, make
 from tests.train.test_continued import write_run

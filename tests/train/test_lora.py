@@ -19,11 +19,12 @@ from jgraph.checkpoint import Checkpoints
 from jgraph.errors import ConfigError
 from jgraph.precision.config import FP8Config
 from jgraph.train._callbacks import GradientChecks
+from jgraph.train._functional import functional_model
 from jgraph.train.config import LoRAConfig, TrainConfig
 from jgraph.train.evaluation import evaluate as jgraph_evaluate
 from jgraph.train.initial import initial_weights
 from jgraph.train.rundir import RunDir
-from jgraph.train.setup import TrainSetup, functional_model
+from jgraph.train.setup import TrainSetup
 from jgraph.tree import leaf_names
 from tests.interop.test_interop import make, train
 from tests.train.test_pipeline_training import config_of, trained as train_all

@@ -9,9 +9,10 @@ import pytest
 from jgraph import evaluate
 from jgraph.precision.config import FP8Config
 from jgraph.train import _validation
+from jgraph.train._functional import batch_shapes
 from jgraph.train.config import TrainConfig
 from jgraph.train.saved import SavedRun
-from jgraph.train.setup import TrainSetup, batch_shapes
+from jgraph.train.setup import TrainSetup
 from tests import tiny
 
 pytestmark = pytest.mark.long

@@ -1,0 +1,153 @@
+"""The model of a run as pure functions, with everything that its strategy and its training step ask about it."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn, nnx
+from jax import Array
+
+from jgraph.adapters import AdaptedModel, lora
+from jgraph.errors import ConfigError, require
+from jgraph.modules import FunctionalModel, functional
+from jgraph.pipeline import PipelineModel
+from jgraph.strategies import Loss, Split
+from jgraph.train._input_config import InputConfig
+from jgraph.train.config import TrainConfig
+from jgraph.train.hooks import ModelHooks, model_hooks
+from jgraph.train.model import find_model, model_errors
+from jgraph.types import Tree
+
+# Fields of the configuration that set an argument of the step or of the model.
+_FIELDS = {"experts": "ep", "engine": "pp_engine", "tensor": "tp", "context": "cp", "targets": "lora.targets"}
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A configured model. Strategies and the step read it in place of the settings and the hooks of its class."""
+
+    # package.module:Class
+    name: str
+    functions: FunctionalModel
+    # for a pipeline, the functions of its stages
+    loss: PipelineModel | Callable[..., Array | Loss]
+    # dtype of sharded matrices when they are used; None if the settings define none
+    compute_dtype: np.dtype | None
+    splits_sequences: bool
+    # Empty with `tp` 1
+    tensor_rules: Mapping[str, Split | None]
+    # names of the weights beside adapters
+    frozen: tuple[str, ...]
+
+
+def build_model(config: TrainConfig) -> BuiltModel:
+    """Imports the model class, resolves its hooks and makes its functions. Only traces its construction."""
+    hooks = model_hooks(config.module)
+    functions = _functions(config, hooks)
+    adapted = functions if isinstance(functions, AdaptedModel) else None
+    rules = hooks.tensor_rules(config.model) if config.parallel.tp > 1 else {}
+    return BuiltModel(
+        name=config.module,
+        functions=functions,
+        loss=_pipeline_model(config, hooks, adapted) if config.is_pipeline else _mean_loss(functions),
+        compute_dtype=_compute_dtype(config) if config.is_pipeline or config.is_sharded else None,
+        splits_sequences=hooks.splits_sequences,
+        tensor_rules=adapted.tensor_rules(rules) if adapted else rules,
+        frozen=adapted.frozen if adapted else (),
+    )
+
+
+def functional_model(config: TrainConfig) -> FunctionalModel:
+    """Returns the configured model alone, for a program that does not train."""
+    with errors_by_field(config):
+        return _functions(config, model_hooks(config.module))
+
+
+def _functions(config: TrainConfig, hooks: ModelHooks) -> FunctionalModel:
+    batch = batch_shapes(config.input, 1)
+    settings: Any = config.hooks.in_fp8(config.model) if config.is_fp8 else config.model
+    if config.dtypes.precision == "fp8" or config.lora.rank:
+        settings = config.hooks.with_visible_matmuls(settings)
+    args: list[Any] = [] if config.model is None else [settings]
+    found = find_model(config.module)
+    call: Callable[..., Any] = found
+    is_linen = inspect.isclass(found) and issubclass(found, nn.Module)
+
+    def make() -> Any:
+        made = call(*args) if is_linen else call(*args, rngs=nnx.Rngs(config.seed))
+        remat = config.compile.remat
+        if remat != "nothing" and not config.is_pipeline:  # the stages of a pipeline recompute on their own
+            has_remat = not isinstance(made, nn.Module) and isinstance(getattr(made, "remat", None), str)
+            lacks = f"for {config.module}, which has no attribute `remat`"
+            require(has_remat, "remat", remat, f"nothing {lacks}, except in a pipeline")
+            made.remat = remat
+        return made
+
+    with model_errors(config.module, f"be called as Class(config.model{'' if is_linen else ', rngs=nnx.Rngs(seed)'})"):
+        model = functional(make, batch, key=config.seed)
+    if not config.lora.rank:
+        return model
+    return lora(
+        model,
+        batch,
+        rank=config.lora.rank,
+        alpha=config.lora.alpha,
+        targets=config.lora.targets,
+        rules=hooks.tensor_rules(config.model),
+        key=config.seed,
+    )
+
+
+def batch_shapes(batch: InputConfig, *lead: int) -> Tree:
+    """Returns the shapes of a batch with the leading dimensions `lead`: the tokens, or with separate documents a dict."""
+    T = batch.seq_len  # predicted tokens per row
+    tokens = jax.ShapeDtypeStruct((*lead, T + 1), jnp.int32)
+    if batch.data_documents == "joined":
+        return tokens
+    # `starts`: position in its row of the first token of the same document. `weights`: loss weight of each prediction.
+    starts = jax.ShapeDtypeStruct((*lead, T), jnp.int32)
+    return {"tokens": tokens, "starts": starts, "weights": jax.ShapeDtypeStruct((*lead, T), jnp.float32)}
+
+
+@contextlib.contextmanager
+def errors_by_field(config: TrainConfig) -> Iterator[None]:
+    """Makes errors about arguments of the step or of the model errors about the fields that set them."""
+    try:
+        yield
+    except ConfigError as e:
+        if e.field == "loss" and config.dtypes.precision != "bf16":
+            raise ConfigError(f"`precision` is fp8: must be bf16; the loss {e.problem}", field="precision") from None
+        if field := _FIELDS.get(e.field):
+            raise e.about(field) from None
+        raise
+
+
+def _mean_loss(model: FunctionalModel) -> Callable[..., Array | Loss]:
+    def loss(params: Tree, batch: Tree, key: Array, carried: Tree = None) -> Array | Loss:
+        value, after = model.loss(params, batch, key, carried)
+        return Loss(value, carried=after) if after else value
+
+    return loss
+
+
+def _pipeline_model(config: TrainConfig, hooks: ModelHooks, adapted: AdaptedModel | None) -> PipelineModel:
+    pp = config.parallel.pp
+    if hooks.pipeline_model is None:
+        message = f"must be 1 for {config.module}, which has no pipeline_model(config, ranks)"
+        raise ConfigError(f"`pp` is {pp}: {message}", field="pp")
+    pipeline = hooks.pipeline_model(config.model, pp)
+    if config.input.data_documents == "separate" and pipeline.context is None:
+        message = f"must be joined for {config.module}: its pipeline_model passes no context to the layers"
+        raise ConfigError(f"`data_documents` is separate: {message}", field="data_documents")
+    return adapted.pipeline(pipeline) if adapted else pipeline
+
+
+def _compute_dtype(config: TrainConfig) -> np.dtype | None:
+    dtype = config.hooks.compute_dtype
+    with model_errors(config.module, "have the name of a dtype in its settings, compute_dtype"):
+        return None if dtype is None else jnp.dtype(dtype)
