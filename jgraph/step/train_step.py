@@ -21,21 +21,20 @@ from jax.typing import DTypeLike
 
 from jgraph.checkpoint.canonical import CanonicalLayout
 from jgraph.dispatch import in_turn, warn_unordered
-from jgraph.errors import ConfigError, check_choice
-from jgraph.layout import alone, each, named
+from jgraph.errors import ConfigError
+from jgraph.layout import named
 from jgraph.mesh import PARTITIONED_AXES
 from jgraph.precision.config import FP8Config
 from jgraph.scopes import scope
 from jgraph.step.compiled import CompiledStep
-from jgraph.step.probe import check_elementwise, why_not_elementwise
+from jgraph.step.probe import bind
 from jgraph.step.state import StepMetrics, TrainState
-from jgraph.step.transform import Elementwise, Transform, check_transform, elementwise, in_float32, make_transform
-from jgraph.step.update import Optimizer, Update
+from jgraph.step.transform import Elementwise, Transform
+from jgraph.step.update import Update
 from jgraph.strategies import checks
 from jgraph.strategies.base import BoundStrategy, GradientProgram, Strategy
 from jgraph.strategies.objective import LossFunction, LossInParts, Objective
-from jgraph.tree import leaf_names, matching
-from jgraph.types import Arrays, Batch, Carried, JaxDevice, Key, Observed, Params, Reductions, Tree
+from jgraph.types import Batch, Carried, JaxDevice, Key, Observed, Params, Reductions, Tree
 from jgraph.xla import check_identity, compile_and_report, compiler_options
 from jgraph.xla.options import OptionValue, known
 
@@ -121,7 +120,6 @@ def train_step(
     checks.check_shapes(strategy)
     checks.check_count("num_microbatches", num_microbatches)
     checks.check_clip_norm(clip_norm)
-    freeze = checks.strings("freeze", freeze, example="embed*")
     checks.check_fp8(fp8, batch)
     carried = {} if carried is None else carried
     reductions = checks.reductions_of(carried, reductions)
@@ -131,22 +129,9 @@ def train_step(
     params_dtype = checks.float_dtype("params_dtype", params_dtype)
     read_dtype = None if read_dtype is None else checks.float_dtype("read_dtype", read_dtype)
     frozen_dtype = params_dtype if frozen_dtype is None else checks.float_dtype("frozen_dtype", frozen_dtype)
-    check_transform(transform)
-    check_choice("layout", layout, ("auto", "tree"))
-    if isinstance(transform, Elementwise):
-        if layout == "tree":
-            raise ConfigError("`layout` is tree: must be auto with jgraph.elementwise", field="layout")
-        check_elementwise(transform, strategy.shapes)
-    names = leaf_names(strategy.shapes)
-    frozen = {name for pattern in freeze for name in matching(pattern, names, field="freeze")}
-    if freeze and len(frozen) == len(names):
-        patterns = " ".join(map(repr, freeze))
-        raise ConfigError(
-            f"`freeze` is {patterns}: must leave at least one parameter to train, but matches all {len(names)}", field="freeze"
-        )
     objective = Objective(
         loss=loss,
-        layout=named(strategy.shapes, frozen),
+        layout=named(strategy.shapes, checks.frozen_names(freeze, strategy.shapes)),
         num_microbatches=num_microbatches,
         grads_dtype=grads_dtype,
         carried=carried,
@@ -154,7 +139,7 @@ def train_step(
         fp8=fp8,
         batch=batch,
     )
-    bound, optimizer = _bind(transform, strategy, objective, layout)
+    bound, optimizer = bind(transform, strategy, objective, layout)
     update = Update(
         optimizer,
         bound.layout,
@@ -167,31 +152,6 @@ def train_step(
         observed=bound.observed,
     )
     return TrainStep(bound, update, key)
-
-
-def _bind(
-    transform: Transform | Elementwise, strategy: Strategy, objective: Objective, layout: Literal["auto", "tree"]
-) -> tuple[BoundStrategy, Optimizer[Params] | Optimizer[Arrays]]:
-    """Binds the strategy, with packed parameters if the transform may update them."""
-    if isinstance(transform, Elementwise):
-        bound = strategy.bind(objective)
-        return bound, _of_arrays(bound, transform, "is declared elementwise")
-    alone_each = replace(objective, layout=objective.layout.then(alone()))
-    reason = "`layout` is tree" if layout == "tree" else why_not_elementwise(transform, objective.layout)
-    bound = strategy.bind(alone_each if reason else objective)
-    if not reason and (reason := why_not_elementwise(transform, objective.layout, bound.layout)):
-        bound = strategy.bind(alone_each)
-    if reason:
-        return bound, Optimizer(in_float32(transform), bound.layout.trained, f"updates the model's own tree, because {reason}")
-    return bound, _of_arrays(bound, elementwise(transform), "is elementwise")
-
-
-def _of_arrays(bound: BoundStrategy, declared: Elementwise, proof: str) -> Optimizer[Arrays]:
-    of_trained = bound.layout.trained
-    transform = make_transform(declared, {name: param.decays for name, param in of_trained.params.items()})
-    unchanged = each(lambda name, param: None)(of_trained.params)
-    about = f"updates packed parameters, because the transform {proof}"
-    return Optimizer(in_float32(transform), unchanged, about, moments=of_trained)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from jgraph.layout import Description
 from jgraph.mesh import Axis
 from jgraph.precision.config import FP8Config
 from jgraph.strategies.objective import Loss, LossFunction, LossInParts
-from jgraph.tree import leaf_names
+from jgraph.tree import leaf_names, matching
 from jgraph.types import Batch, Carried, Key, Leaf, Params, Reduction, Reductions, Tree
 
 _NOT_TRAINED = "parameters must be floating; pass other arrays as `carried` state, and freeze floating arrays with `freeze`"
@@ -105,6 +105,17 @@ def check_shapes(strategy: Any) -> None:
         if not _is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):
             must = _NOT_TRAINED if _is_array(leaf) else "must have arrays or jax.ShapeDtypeStruct only"
             raise ConfigError(f"`shapes` of `strategy` has {_shown(leaf)}{at(name)}: {must}", field="strategy")
+
+
+def frozen_names(patterns: Iterable[str], shapes: Params) -> set[str]:
+    """Returns the names of the parameters that match the argument `freeze` of a step."""
+    patterns = strings("freeze", patterns, example="embed*")
+    names = leaf_names(shapes)
+    frozen = {name for pattern in patterns for name in matching(pattern, names, field="freeze")}
+    if patterns and len(frozen) == len(names):
+        must = f"must leave at least one parameter to train, but matches all {len(names)}"
+        raise ConfigError(f"`freeze` is {' '.join(map(repr, patterns))}: {must}", field="freeze")
+    return frozen
 
 
 def check_params(tree: Params, shapes: Params) -> None:
