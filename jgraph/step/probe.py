@@ -68,9 +68,8 @@ def bind(
     made = in_float32(make_transform(declared, {name: param.decays for name, param in trained.params.items()}))
     if reason:
         return bound, Optimizer(made, trained, f"updates the model's own tree, because {reason}")
-    proof = "is declared elementwise" if isinstance(transform, Elementwise) else "is elementwise"
-    unchanged = each(lambda name, param: None)(trained.params)
-    return bound, Optimizer(made, unchanged, f"updates packed parameters, because the transform {proof}", moments=trained)
+    about = f"updates packed parameters, because the transform is {'declared ' if declared is transform else ''}elementwise"
+    return bound, Optimizer(made, each(lambda name, param: None)(trained.params), about, moments=trained)
 
 
 def _bind_plain(

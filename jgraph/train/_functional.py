@@ -17,8 +17,7 @@ from jgraph.errors import ConfigError, require
 from jgraph.modules import FunctionalModel, functional
 from jgraph.pipeline import PipelineModel
 from jgraph.strategies import Loss, Split
-from jgraph.train._input_config import InputConfig
-from jgraph.train.config import TrainConfig
+from jgraph.train.config import InputConfig, TrainConfig
 from jgraph.train.hooks import ModelHooks, model_hooks
 from jgraph.train.model import find_model, model_errors
 from jgraph.types import Tree
@@ -51,11 +50,14 @@ def build_model(config: TrainConfig) -> BuiltModel:
     functions = _functions(config, hooks)
     adapted = functions if isinstance(functions, AdaptedModel) else None
     rules = hooks.tensor_rules(config.model) if config.parallel.tp > 1 else {}
+    dtype = config.hooks.compute_dtype if config.is_pipeline or config.is_sharded else None
+    with model_errors(config.module, "have the name of a dtype in its settings, compute_dtype"):
+        compute_dtype = None if dtype is None else jnp.dtype(dtype)
     return BuiltModel(
         name=config.module,
         functions=functions,
         loss=_pipeline_model(config, hooks, adapted) if config.is_pipeline else _mean_loss(functions),
-        compute_dtype=_compute_dtype(config) if config.is_pipeline or config.is_sharded else None,
+        compute_dtype=compute_dtype,
         splits_sequences=hooks.splits_sequences,
         tensor_rules=adapted.tensor_rules(rules) if adapted else rules,
         frozen=adapted.frozen if adapted else (),
@@ -83,8 +85,12 @@ def _functions(config: TrainConfig, hooks: ModelHooks) -> FunctionalModel:
         remat = config.compile.remat
         if remat != "nothing" and not config.is_pipeline:  # the stages of a pipeline recompute on their own
             has_remat = not isinstance(made, nn.Module) and isinstance(getattr(made, "remat", None), str)
-            lacks = f"for {config.module}, which has no attribute `remat`"
-            require(has_remat, "remat", remat, f"nothing {lacks}, except in a pipeline")
+            require(
+                has_remat,
+                "remat",
+                remat,
+                f"nothing for {config.module}, which has no attribute `remat`, except in a pipeline",
+            )
             made.remat = remat
         return made
 
@@ -145,9 +151,3 @@ def _pipeline_model(config: TrainConfig, hooks: ModelHooks, adapted: AdaptedMode
         message = f"must be joined for {config.module}: its pipeline_model passes no context to the layers"
         raise ConfigError(f"`data_documents` is separate: {message}", field="data_documents")
     return adapted.pipeline(pipeline) if adapted else pipeline
-
-
-def _compute_dtype(config: TrainConfig) -> np.dtype | None:
-    dtype = config.hooks.compute_dtype
-    with model_errors(config.module, "have the name of a dtype in its settings, compute_dtype"):
-        return None if dtype is None else jnp.dtype(dtype)

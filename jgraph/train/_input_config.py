@@ -53,8 +53,12 @@ class InputConfig:
         for name, default in (("data_template", ""), ("data_truncate", "end")):
             allowed = f"{default or 'empty'} unless `data_format` is chat"
             check_field(self, name, self.data_format == "chat" or getattr(self, name) == default, allowed)
-        is_divisor = self.batch_size % self.num_microbatches == 0
-        check_field(self, "num_microbatches", is_divisor, f"a divisor of `batch_size` {self.batch_size}")
+        check_field(
+            self,
+            "num_microbatches",
+            self.batch_size % self.num_microbatches == 0,
+            f"a divisor of `batch_size` {self.batch_size}",
+        )
 
     @property
     def tokens_per_step(self) -> int:

@@ -152,9 +152,8 @@ class OptimizerConfig:
     def _check_schedule(self) -> None:
         check_field(self, "optimizer.final_learning_rate", 0 <= self.final_learning_rate <= 1, "in [0, 1]")
         check_field(self, "optimizer.decay_steps", self.decay_steps >= 0, "0 or positive")
-        stretches = self.extend in ("schedule", "cosine")
-        allowed = f"0 if `optimizer.extend` is {self.extend}"
-        check_field(self, "optimizer.decay_steps", not (stretches and self.decay_steps), allowed)
+        fits = self.decay_steps == 0 or self.extend in ("no", "constant")
+        check_field(self, "optimizer.decay_steps", fits, f"0 if `optimizer.extend` is {self.extend}")
         with_schedule = f"with `optimizer.schedule` {self.schedule}"
         is_cosine = self.schedule == "cosine"
         check_field(self, "optimizer.extend", is_cosine or self.extend != "cosine", f"no, schedule or constant {with_schedule}")

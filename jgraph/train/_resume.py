@@ -74,21 +74,31 @@ def _with_optimizer(config: TrainConfig, **values: Any) -> TrainConfig:
     return config.changed(optimizer=dataclasses.replace(config.optimizer, **values))
 
 
-def differences(config: TrainConfig, saved: dict[str, Any], done: int) -> list[str]:
-    """Lists the settings that prevent a run from being resumed after `done` steps, with their new and their saved values."""
+def differences(config: TrainConfig, fields: dict[str, Any], done: int, fingerprint: str) -> list[str]:
+    """Lists what prevents a run from being resumed after `done` steps: settings and data, with new and saved values.
+
+    `fields` is the content of its config.json, and `fingerprint` that of the new data.
+    """
+    saved = flat_saved(fields, config)
+    before = str(saved.get("corpus.fingerprint"))[:12]
+    saved = {name: value for name, value in saved.items() if name.partition(".")[0] not in ("corpus", "versions")}
     # JSON turns tuples into lists, as in the file.
     new = flatten(json.loads(json.dumps(config.to_dict())))
     rules = rules_of(config)
     may = {name: rules[name].may if name in rules else "no" for name in new | saved}
-    names = [name for name in may if new.get(name) != saved.get(name) and may[name] != "yes"]
-    if _is_extended(new, saved, done):
-        return [_difference(name, new, saved) for name in names if may[name] != "by extend"]
+    is_extended = _is_extended(new, saved, done)
+    allowed = ("yes", "by extend") if is_extended else ("yes",)
     # The schedule depends on the number of steps. If that number is not allowed, only the number is reported.
-    reason = _wrong_steps(new, saved, done)
+    reason = "" if is_extended else _wrong_steps(new, saved, done)
     derived = {"optimizer.extend", "optimizer.decay_steps"} if reason else set[str]()
-    if new["steps"] != saved.get("steps") and new["steps"] < _warmup(saved):
+    if not is_extended and new["steps"] != saved.get("steps") and new["steps"] < _warmup(saved):
         derived.add("optimizer.warmup_steps")
-    return [_difference(name, new, saved) + (reason if name == "steps" else "") for name in names if name not in derived]
+    names = [name for name in may if new.get(name) != saved.get(name) and may[name] not in allowed and name not in derived]
+    texts = [_difference(name, new, saved) + (reason if name == "steps" else "") for name in names]
+    if fingerprint[:12] != before:
+        text = f"the text of `data` {' '.join(config.input.data)}, or its token ids,"
+        texts.append(f"{text} has fingerprint {fingerprint[:12]} and had {before}")
+    return texts
 
 
 def _wrong_steps(new: dict[str, Any], saved: dict[str, Any], done: int) -> str:

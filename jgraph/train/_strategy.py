@@ -24,24 +24,26 @@ from jgraph.types import Tree
 
 def make_mesh(parallel: ParallelConfig, *, is_pipeline: bool, is_sharded: bool) -> Mesh | None:
     """Returns the mesh of the run; None on one device without a pipeline or sharding."""
-    counts = {"dp": parallel.dp, "pp": parallel.pp, "fsdp": parallel.fsdp, "cp": parallel.cp, "tp": parallel.tp}
     ranks = parallel.num_devices
     needs_mesh = is_pipeline or is_sharded
     # On one device, no backend is started: the step may be compiled for a GPU that is not present.
     if ranks == 1 and not needs_mesh and not jax.distributed.is_initialized():
         return None
+    counts = {name: getattr(parallel, name) for name in ("dp", "pp", "fsdp", "cp", "tp")}
     flags = " ".join(f"`{name}` {count}" for name, count in counts.items() if count > 1)
     devices = devices_of_ranks(ranks, flags=flags or "a pipeline")
     if len(devices) == 1 and not needs_mesh:
         return None
     # The last mesh axis has the most traffic, so its devices are neighbors.
-    axes = {Axis.DATA.value: parallel.data_ranks // parallel.shards}
-    if is_pipeline:
-        axes[Axis.PIPE.value] = parallel.pp
-    if is_sharded or parallel.shards > 1:
-        axes[Axis.FSDP.value] = parallel.shards
-    axes |= {axis.value: size for axis, size in ((Axis.CONTEXT, parallel.cp), (Axis.TENSOR, parallel.tp)) if size > 1}
-    return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
+    axes = [
+        (Axis.DATA, parallel.data_ranks // parallel.shards, True),
+        (Axis.PIPE, parallel.pp, is_pipeline),
+        (Axis.FSDP, parallel.shards, is_sharded or parallel.shards > 1),
+        (Axis.CONTEXT, parallel.cp, parallel.cp > 1),
+        (Axis.TENSOR, parallel.tp, parallel.tp > 1),
+    ]
+    sizes = {axis.value: size for axis, size, is_used in axes if is_used}
+    return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
 
 
 def data_parallel(parallel: ParallelConfig, mesh: Mesh | None, model: BuiltModel, *, is_sharded: bool) -> Strategy:
@@ -112,14 +114,18 @@ def _fastest(strategy: Pipelined, objective: Objective, memory_limit: float) -> 
     # Process 0's times count. int32 holds up to 214 s.
     share = lambda seconds: all_gather_scalar(round(seconds * 1e7))[0] / 1e7  # noqa: E731
     parts = measure(pipeline, batch_M, engine=strategy.engine, share=share)
-    limit = memory_limit * 2**30 or None
-    return choose(pipeline, batch_M, parts=parts, memory_limit=limit, engine=strategy.engine).schedule
+    chosen = choose(pipeline, batch_M, parts=parts, memory_limit=memory_limit * 2**30 or None, engine=strategy.engine)
+    return chosen.schedule
 
 
 def tensor_parallel(parallel: ParallelConfig, strategy: Strategy, model: BuiltModel) -> Strategy:
     """Returns the strategy with its matrices split over `tp` devices. Checks that the model supports `cp` and `tp`."""
-    has_axis = parallel.cp == 1 or model.splits_sequences
-    require(has_axis, "cp", parallel.cp, f"1 for {model.name}, which has no attribute `splits_sequences`")
+    require(
+        parallel.cp == 1 or model.splits_sequences,
+        "cp",
+        parallel.cp,
+        f"1 for {model.name}, which has no attribute `splits_sequences`",
+    )
     tp = parallel.tp
     if tp == 1:
         return strategy

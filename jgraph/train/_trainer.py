@@ -31,7 +31,7 @@ from jgraph.train._loop import Callback, Loop, agreed_stop
 from jgraph.train._signals import StopRequest
 from jgraph.train._watchdog import Wait, Watchdog, hang_message
 from jgraph.train.config import InputConfig, TrainConfig
-from jgraph.train.initial import InitialWeights, initial_weights, tokenizer_of, tokenizer_warning, write_origin
+from jgraph.train.initial import InitialWeights, initial_weights, tokenizer_of, write_origin
 from jgraph.train.metrics import MetricsLog, StepClock, read_metrics
 from jgraph.train.rundir import RunDir, versions
 from jgraph.train.setup import TrainSetup
@@ -71,11 +71,9 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             _check_memory(config.input, rows * (config.input.seq_len + 1) * np.dtype(np.int32).itemsize, "its tokens")
             cache_line = _enable_cache(config.compile.compile_cache)
             weights = None if resumes else initial_weights(config)
-            copies = run_dir.origin if resumes else None
-            tokenizer = tokenizer_of(config, copies)
-            warning = tokenizer_warning(config) if weights else ""
             if weights:
                 stack.callback(weights.close)
+            tokenizer = tokenizer_of(config, run_dir.origin if resumes else None)
             with reporter.phase("reading the data"):
                 corpus = load(config.input.data, tokenizer=tokenizer, **config.data_options)
             with os_errors("run_dir", run_dir.path, "read"):  # `locked` names the files that it writes
@@ -96,8 +94,8 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         reporter.begins(config, parameters=size, trained=trained, corpus=corpus, devices=_devices(setup))
         if cache_line:
             reporter.line(cache_line)
-        if warning:
-            reporter.warn(warning)
+        if weights and weights.warning:
+            reporter.warn(weights.warning)
         if no_sample:
             reporter.warn(f"no sample at the end: {no_sample}; set `sample_tokens` to 0 to turn off samples and this warning")
         stop = stack.enter_context(StopRequest())
@@ -134,17 +132,15 @@ class _Run:
     def run(self, *, samples: bool) -> Summary:
         """Trains, prints and returns the summary. Generates text after the last step if `samples` is True."""
         config = self.config
-        corpus = self.corpus
         run_dir = self.run_dir
         reporter = self.reporter
         shapes = self.setup.step.canonical.shapes()
-        output = config.output
         if config.monitor.profile:
             profiled = profiling.profiled(self.setup.config, jax.default_backend())
             self.setup = TrainSetup(profiled, self.setup.model, self.setup.step)
         setup = self.setup
         batches = Batches(
-            corpus.sources,
+            self.corpus.sources,
             batch_size=config.input.batch_size,
             seq_len=config.input.seq_len,
             seed=config.seed,
@@ -155,9 +151,9 @@ class _Run:
         step = None
         init = setup.init
         # Process 0 decides, because it may write checkpoints while another process looks for them.
-        if is_new := not all_gather_scalar(run_dir.resumes(output))[0]:
+        if is_new := not all_gather_scalar(run_dir.resumes(config.output))[0]:
             with all_or_raise():
-                check_space(run_dir.path.absolute(), shapes, output.checkpoint_keep + 1, names=_NAMES)
+                check_space(run_dir.path.absolute(), shapes, config.output.checkpoint_keep + 1, names=_NAMES)
             # Both programs compile at once, and before the directory changes: an error must not replace an earlier run.
             with reporter.phase("compiling the training step"):
                 init = partial(self.weights.load, setup) if self.weights else setup.compile_init()
@@ -166,7 +162,9 @@ class _Run:
             if is_process_zero():
                 self._write(is_new=is_new)
         wait = partial(self.watchdog.wait, lambda: "the checksums of the state for a checkpoint")
-        checkpoints = Checkpoints(run_dir.checkpoints, output.checkpoint_keep, warn=reporter.warn, wait=wait, names=_NAMES)
+        checkpoints = Checkpoints(
+            run_dir.checkpoints, config.output.checkpoint_keep, warn=reporter.warn, wait=wait, names=_NAMES
+        )
         try:
             with all_or_raise():
                 checkpoints.check_space(shapes)
@@ -204,16 +202,19 @@ class _Run:
 
     def _write(self, *, is_new: bool) -> None:
         """Writes config.json, and for a new run the files of its initial weights."""
-        config = self.config
         corpus = self.corpus
-        if not config.output.resume:
+        if not self.config.output.resume:
             self.run_dir.reset()
-        corpus_fields = {"name": corpus.name, "fingerprint": corpus.fingerprint}
-        corpus_fields |= {"train_tokens": len(corpus.train), "heldout_tokens": len(corpus.heldout)}
+        texts = {
+            "name": corpus.name,
+            "fingerprint": corpus.fingerprint,
+            "train_tokens": len(corpus.train),
+            "heldout_tokens": len(corpus.heldout),
+        }
         machine = {"python": platform.python_version(), "device": jax.devices()[0].device_kind}
-        self.run_dir.write(config, corpus_fields, versions() | machine)
+        self.run_dir.write(self.config, texts, versions() | machine)
         if is_new:
-            write_origin(config, self.run_dir)
+            write_origin(self.config, self.run_dir)
 
     def _print_start(self, done: int, batches: Batches) -> None:
         config = self.config
@@ -233,15 +234,14 @@ class _Run:
         watchdog = self.watchdog
         run_dir = self.run_dir
         monitor = setup.config.monitor
-        place = setup.step.place
         ahead = Ahead(batches)
         trained_tokens = batches.trained_tokens if setup.config.input.data_format == "chat" else None
         profiles: list[Callback] = []
         if monitor.profile and done > monitor.profile_steps[0]:
             reporter.warn(f"no profile: `profile` is {monitor.profile}, but {done} steps are already done")
         elif monitor.profile:
-            args = setup, step, lambda index: place(ahead[index]), run_dir, watchdog, reporter
-            profiles = [profiling.Profile(*args)]
+            batch_of = lambda index: setup.step.place(ahead[index])  # noqa: E731
+            profiles = [profiling.Profile(setup, step, batch_of, run_dir, watchdog, reporter)]
         with all_or_raise():
             started = _trackers.start(monitor.log, run_dir, done) if is_process_zero() else []
         seconds = [entry["seconds"] for entry in read_metrics(run_dir.metrics) if "seconds" in entry]
@@ -279,7 +279,6 @@ class _Run:
 
     def _summary(self, outcome: str, done: int, state: TrainState, *, samples: bool) -> Summary:
         """Prints and returns the summary. Generates text if the run is finished."""
-        config = self.config
         run_dir = self.run_dir
         is_done = done >= self.config.steps
         entries = read_metrics(run_dir.metrics)
@@ -292,7 +291,7 @@ class _Run:
             outcome=outcome,
             steps=int(state.step),
             skipped=int(state.skipped),
-            tokens=int(state.step) * config.input.tokens_per_step,
+            tokens=int(state.step) * self.config.input.tokens_per_step,
             seconds=last.get("seconds", 0.0),
             train_loss=last.get("loss"),
             heldout_loss=next((entry["eval_loss"] for entry in reversed(entries) if "eval_loss" in entry), None),
@@ -302,7 +301,7 @@ class _Run:
             stopped_by="" if is_done else self.stop.name,
         )
         if is_done:
-            self.reporter.summary(summary, config)
+            self.reporter.summary(summary, self.config)
             if is_process_zero() and any(summary.sample):
                 run_dir.add_sample(summary.steps, *summary.sample)
         else:
@@ -321,9 +320,8 @@ def _enable_cache(setting: str) -> str:
 
 def _devices(setup: TrainSetup) -> str:
     count = setup.step.num_devices
-    kind = jax.devices()[0].device_kind
-    processes = jax.process_count()
-    return f"{count} {kind} device{'s' if count > 1 else ''}{f' of {processes} processes' if processes > 1 else ''}"
+    processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f"{count} {jax.devices()[0].device_kind} device{'s' if count > 1 else ''}{processes}"
 
 
 def _last_words(wait: Wait, config: TrainConfig, run_dir: RunDir, reporter: Reporter) -> str:

@@ -21,7 +21,7 @@ from jgraph.train._monitor_config import MonitorConfig
 from jgraph.train._optimizer_config import OptimizerConfig
 from jgraph.train._output_config import OutputConfig
 from jgraph.train._setup_config import CompileConfig, DtypeConfig, LoRAConfig, ParallelConfig, PipelineConfig
-from jgraph.train.model import SettingsHooks, check_import, is_class_name, settings_from, settings_hooks, settings_of
+from jgraph.train.model import SettingsHooks, check_import, settings_from, settings_hooks, settings_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +136,9 @@ class TrainConfig:
         if self.pipeline.pp_engine == "dispatch":
             # The balance loss needs all tokens of a microbatch, and a dispatched executable has only those of its device.
             has_experts = self.hooks.moe is not None and self.hooks.moe.num_experts > 0
-            fsdp = self.parallel.fsdp
             dp = self.parallel.dp
             profile = self.monitor.profile
-            for name, size in (("fsdp", fsdp), ("cp", self.parallel.cp), ("tp", self.parallel.tp)):
+            for name, size in (("fsdp", self.parallel.fsdp), ("cp", self.parallel.cp), ("tp", self.parallel.tp)):
                 require(size == 1, "pp_engine", "dispatch", f"program with `{name}` {size}")
             require(not profile, "pp_engine", "dispatch", f"program with `profile` {profile}")
             require(dp == 1 or not has_experts, "pp_engine", "dispatch", f"program with `dp` {dp}")
@@ -153,10 +152,14 @@ class TrainConfig:
     def data_options(self) -> dict[str, Any]:
         """Keyword arguments of `jgraph.data.load`, except the data, the tokenizer and the chat template."""
         batch = self.input
-        vocab_size = self.hooks.vocab_size or None
-        options = {"field": batch.data_field, "documents": batch.data_documents}
-        options |= {"format": batch.data_format, "truncate": batch.data_truncate}
-        return options | {"seq_len": batch.seq_len, "vocab_size": vocab_size}
+        return {
+            "field": batch.data_field,
+            "documents": batch.data_documents,
+            "format": batch.data_format,
+            "truncate": batch.data_truncate,
+            "seq_len": batch.seq_len,
+            "vocab_size": self.hooks.vocab_size or None,
+        }
 
     @property
     def is_pipeline(self) -> bool:
@@ -214,16 +217,13 @@ class TrainConfig:
         """
         try:
             fields = _with_tuples(fields)
-            require(is_class_name(fields["module"]), "module", repr(fields["module"]), "package.module:Class")
             check_import(fields["module"], module)
             kind = settings_of(fields["module"])
             model = fields.pop("model")
             model = None if kind is None else settings_from(kind, model)
-            parts: dict[str, Any] = {"optimizer": OptimizerConfig(**_with_tuples(fields.pop("optimizer")))}
-            parts["distributed"] = DistributedConfig(**fields.pop("distributed"))
-            if "lora" in fields:
-                parts["lora"] = LoRAConfig(**_with_tuples(fields.pop("lora")))
-            parts["fp8"] = FP8Config(**_with_tuples(fields.pop("fp8")))
+            # Earlier versions had no LoRA.
+            kinds = {name: kind for name, kind in _NESTED.items() if name != "lora" or name in fields}
+            parts = {name: kind(**_with_tuples(fields.pop(name))) for name, kind in kinds.items()}
             return cls.of(**fields, **parts, model=model)
         except (AttributeError, TypeError, KeyError) as e:
             raise ConfigError(f"the configuration does not fit this version of jgraph: {e}", field="run_dir") from e
@@ -239,6 +239,8 @@ COMPONENTS: dict[str, Any] = {
     "output": OutputConfig,
     "monitor": MonitorConfig,
 }
+# In config.json, each is an object of its own.
+_NESTED = {"optimizer": OptimizerConfig, "distributed": DistributedConfig, "lora": LoRAConfig, "fp8": FP8Config}
 _COMPONENT_OF = {field.name: name for name, kind in COMPONENTS.items() for field in fields(kind)}
 FIELDS = frozenset(_COMPONENT_OF) | {field.name for field in fields(TrainConfig)} - COMPONENTS.keys()
 """Names of all fields, as `TrainConfig.of` takes them."""

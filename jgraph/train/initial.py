@@ -73,9 +73,8 @@ def with_settings_of(
 
 def dtype_of_source(init_from: str, continue_from: str, run_dir: str) -> str:
     """Returns the dtype of the folder that weights came from, perhaps by way of other runs; float32 if there was none."""
-    copy = RunDir(Path(run_dir)).origin
     source = Path(init_from) if init_from and not continue_from else run_of(continue_from)[0] / ORIGIN
-    folders = [path for path in (source, copy) if (path / CONFIG_FILE).exists()]
+    folders = [path for path in (source, RunDir(Path(run_dir)).origin) if (path / CONFIG_FILE).exists()]
     return Folder(folders[0], field="init_from").dtype if folders else "float32"
 
 
@@ -128,13 +127,12 @@ def tokenizer_warning(config: TrainConfig) -> str:
     name, path = ("init_from", config.initial.init_from) if config.initial.init_from else ("continue_from", source.parent)
     data = config.input.data
     own = vocabulary(source)
-    beside = tokenizer_beside(data)
     shown = " ".join(data)
     # A run without a tokenizer was trained on bytes if its vocabulary has at most 256 tokens.
     reads_bytes = not config.initial.init_from and config.hooks.vocab_size <= 256
     if own is None and not reads_bytes and is_text(data):
         return f"`{name}` {path} has no {TOKENIZER_FILE}: `data` {shown} is read as bytes"
-    if own and (other := vocabulary(beside)) and own.read_bytes() != other.read_bytes():
+    if own and (other := vocabulary(tokenizer_beside(data))) and own.read_bytes() != other.read_bytes():
         return f"`data` {shown} was made with another {TOKENIZER_FILE} than `{name}` {path} has"
     return ""
 
@@ -146,9 +144,8 @@ def write_origin(config: TrainConfig, run_dir: RunDir) -> None:
     """
     shutil.rmtree(run_dir.origin, ignore_errors=True)
     source = _source(config.initial)
-    beside = tokenizer_beside(config.input.data)
     template = config.input.data_template
-    folders = [folder for folder in (source, None if vocabulary(source) else beside) if folder]
+    folders = [folder for folder in (source, None if vocabulary(source) else tokenizer_beside(config.input.data)) if folder]
     files = {name: folder / name for folder in folders for name in tokenizer_files(folder)}
     if source and tokenizer_files(source, [CONFIG_FILE]):
         files[CONFIG_FILE] = source / CONFIG_FILE
@@ -184,6 +181,8 @@ class InitialWeights:
     step: int | None
     load: Callable[[TrainSetup], TrainState]
     close: Callable[[], None] = lambda: None
+    # about data with other token ids; empty if there is nothing to warn of
+    warning: str = ""
 
 
 def initial_weights(config: TrainConfig) -> InitialWeights | None:
@@ -200,7 +199,7 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
         settings = folder.settings(names, config.model)
         folder.check(names, settings)
         check_alike(config.model, settings, f"as in `init_from` {initial.init_from}")
-        return InitialWeights(initial.init_from, None, partial(_of_folder, folder))
+        return InitialWeights(initial.init_from, None, partial(_of_folder, folder), warning=tokenizer_warning(config))
     path, step = run_of(initial.continue_from)
     if path.resolve() == Path(config.output.run_dir).resolve():
         raise ConfigError(
@@ -215,8 +214,9 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
             allowed = f"{_shown(there)}, as in `continue_from` {initial.continue_from}, or use `continue_with` weights"
             require(here == there, f"optimizer.{name}", _shown(here), allowed)
         on_error.pop_all()
-    about = f"{path} after {saved.step} steps"
-    return InitialWeights(about, saved.step, partial(_of_run, saved), saved.close)
+    return InitialWeights(
+        f"{path} after {saved.step} steps", saved.step, partial(_of_run, saved), saved.close, tokenizer_warning(config)
+    )
 
 
 def _shown(value: str | tuple[str, ...]) -> str:
@@ -263,10 +263,8 @@ def _of_run(saved: SavedRun, setup: TrainSetup) -> TrainState:
     """
     config = setup.config
     like = setup.step.canonical.shapes()
-    there = saved.config.fp8
-    same = (
-        config.is_delayed and saved.config.is_delayed and config.fp8 == dataclasses.replace(there, compute=config.fp8.compute)
-    )
+    alike = config.fp8 == dataclasses.replace(saved.config.fp8, compute=config.fp8.compute)
+    same = config.is_delayed and saved.config.is_delayed and alike
     parts = {"carried": like.carried} | ({"observed": like.observed} if same else {})
     if config.initial.continue_with == "weights":
         return setup.step.init(_weights_of(saved, setup, like.params), **saved.place(**parts))

@@ -275,8 +275,9 @@ def _of_run(saved: SavedRun) -> Source:
         found = saved.read_tree(params=params, carried=carried)
         return found["params"], found["carried"]
 
-    about = f"{saved.path} after {saved.step} steps"
-    return Source(about, saved.config, _tokenizer_of(saved), saved.config.input.seq_len, weights)
+    return Source(
+        f"{saved.path} after {saved.step} steps", saved.config, _tokenizer_of(saved), saved.config.input.seq_len, weights
+    )
 
 
 def _tokenizer_of(saved: SavedRun) -> Tokenizer:

@@ -167,11 +167,12 @@ def is_built_in(name: str) -> bool:
 
 
 def check_import(saved: str, named: str) -> None:
-    """Checks that the model class in a saved configuration may be imported.
+    """Checks that a saved configuration names a model class, and that it may be imported.
 
     An import runs the code of the module, and the author of a saved configuration may not be trusted. A class outside
     `jgraph_models` must therefore be named by the caller too.
     """
+    require(is_class_name(saved), "module", repr(saved), "package.module:Class")
     if is_built_in(saved):
         require(named in ("", saved), "module", named, f"{saved}, as in the run's config.json, or left out")
     elif named != saved:

@@ -10,9 +10,8 @@ from typing import Any
 
 from jgraph.errors import ConfigError, os_errors
 from jgraph.settings import flatten
-from jgraph.train._output_config import OutputConfig
 from jgraph.train._resume import differences, flat_saved, resumed_schedule
-from jgraph.train.config import TrainConfig
+from jgraph.train.config import OutputConfig, TrainConfig
 from jgraph.train.model import is_class_name
 
 ORIGIN = "origin"
@@ -71,7 +70,12 @@ class RunDir:
             if self.path.is_dir() and any(path.name not in ("lock", "lock.tmp") for path in self.path.iterdir()):
                 raise self._error("must be a new or empty directory, or a run directory; this one has files but no config.json")
             return
-        if config.output.resume and not self._is_free() and (differing := self._differences(config, fingerprint)):
+        if not config.output.resume:
+            return
+        fields = self.fields()
+        # A run that stopped before its first checkpoint may be replaced.
+        is_free = not self.has_checkpoint() and {"preset", "corpus", "versions"} <= fields.keys()
+        if not is_free and (differing := differences(config, fields, self.last_checkpoint() or 0, fingerprint)):
             advice = "use another `run_dir`, or `resume` off to start over and replace that run"
             raise self._error(f"holds a run of another configuration: {'; '.join(differing)}; {advice}")
 
@@ -112,10 +116,6 @@ class RunDir:
     def _error(self, wrong: str) -> ConfigError:
         return ConfigError(f"`run_dir` is {self.path}: {wrong}", field="run_dir")
 
-    def _is_free(self) -> bool:
-        """True if the run stopped before its first checkpoint, so that another run may replace it."""
-        return not self.has_checkpoint() and {"preset", "corpus", "versions"} <= self.fields().keys()
-
     def fields(self) -> dict[str, Any]:
         """Returns the JSON object in config.json: the fields of the configuration, "corpus" and "versions"."""
         try:
@@ -139,17 +139,6 @@ class RunDir:
         fields = self.fields()
         settings = {name: value for name, value in fields.items() if name not in ("corpus", "versions")}
         return TrainConfig.from_dict(settings, module=module)
-
-    def _differences(self, config: TrainConfig, fingerprint: str) -> list[str]:
-        """Returns one text for each difference from the run in this directory."""
-        saved = flat_saved(self.fields(), config)
-        saved_fingerprint = str(saved.get("corpus.fingerprint"))[:12]
-        saved = {name: value for name, value in saved.items() if name.partition(".")[0] not in ("corpus", "versions")}
-        differing = differences(config, saved, self.last_checkpoint() or 0)
-        if fingerprint[:12] != saved_fingerprint:
-            text = f"the text of `data` {' '.join(config.input.data)}, or its token ids,"
-            differing.append(f"{text} has fingerprint {fingerprint[:12]} and had {saved_fingerprint}")
-        return differing
 
 
 def replace_json(path: Path, fields: dict[str, Any]) -> None:

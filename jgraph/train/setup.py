@@ -16,7 +16,6 @@ from jgraph.precision.config import FP8Config
 from jgraph.step import TrainStep, train_step
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
-from jgraph.strategies import Strategy
 from jgraph.train._functional import batch_shapes, build_model, errors_by_field
 from jgraph.train._strategy import data_parallel, make_mesh, pipelined, tensor_parallel
 from jgraph.train.config import TrainConfig
@@ -41,13 +40,11 @@ class TrainSetup:
         Computes nothing on a device, except with `schedule` auto, which times a layer. All processes must call it together.
         """
         parallel = config.parallel
-        num_microbatches = config.input.num_microbatches
         fp8 = fp8_recipe(config)
         batch = batch_shapes(config.input, config.input.batch_size)
         mesh = make_mesh(parallel, is_pipeline=config.is_pipeline, is_sharded=config.is_sharded)
         with errors_by_field(config):
             model = build_model(config)
-            strategy: Strategy
             if config.is_pipeline:
                 strategy = pipelined(
                     parallel,
@@ -55,7 +52,7 @@ class TrainSetup:
                     mesh,
                     model,
                     batch=batch,
-                    num_microbatches=num_microbatches,
+                    num_microbatches=config.input.num_microbatches,
                     remat=config.compile.remat,
                     fp8=fp8,
                 )
@@ -68,7 +65,7 @@ class TrainSetup:
                 model.loss,
                 transform,
                 strategy,
-                num_microbatches=num_microbatches,
+                num_microbatches=config.input.num_microbatches,
                 clip_norm=config.optimizer.clip_norm,
                 key=config.seed,
                 params_dtype=config.dtypes.main_params_dtype,
@@ -91,8 +88,7 @@ class TrainSetup:
     def compile_step(self) -> CompiledStep:
         """Compiles the step for the batch, with the options of the configuration. Does not run it."""
         with errors_by_field(self.config):
-            compile_config = self.config.compile
-            return self.step.compile(self.batch(), graph=compile_config.graph, xla_options=compile_config.xla_options)
+            return self.step.compile(self.batch(), graph=self.config.compile.graph, xla_options=self.config.compile.xla_options)
 
     def options(self, platform: str) -> dict[str, OptionValue]:
         """Returns the XLA options of the step for `cpu` or `gpu`. Those of the user override those of the strategy."""
@@ -123,9 +119,8 @@ class TrainSetup:
         """
         placed = self.step.shardings
         zero = jnp.zeros((), jnp.int32)
-        shardings = None if placed is None else placed.params
-        packed = in_turn(jax.jit(self.step.bound.layout.pack, out_shardings=shardings)(params))
-        return TrainState(zero, zero, packed, (), carried)
+        pack = jax.jit(self.step.bound.layout.pack, out_shardings=None if placed is None else placed.params)
+        return TrainState(zero, zero, in_turn(pack(params)), (), carried)
 
 
 def fp8_recipe(config: TrainConfig) -> FP8Config | None:
