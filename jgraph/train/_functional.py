@@ -47,16 +47,18 @@ class BuiltModel:
 def build_model(config: TrainConfig) -> BuiltModel:
     """Imports the model class, resolves its hooks and makes its functions. Only traces its construction."""
     hooks = model_hooks(config.module)
-    functions = _functions(config, hooks)
-    adapted = functions if isinstance(functions, AdaptedModel) else None
-    rules = hooks.tensor_rules(config.model) if config.parallel.tp > 1 else {}
     dtype = config.hooks.compute_dtype if config.is_pipeline or config.is_sharded else None
     with model_errors(config.module, "have the name of a dtype in its settings, compute_dtype"):
         compute_dtype = None if dtype is None else jnp.dtype(dtype)
+    found = find_model(config.module)
+    functions = _functions(config, hooks, found)
+    adapted = functions if isinstance(functions, AdaptedModel) else None
+    loss = _pipeline_model(config, hooks, adapted) if config.is_pipeline else _mean_loss(functions)
+    rules = hooks.tensor_rules(config.model) if config.parallel.tp > 1 else {}
     return BuiltModel(
         name=config.module,
         functions=functions,
-        loss=_pipeline_model(config, hooks, adapted) if config.is_pipeline else _mean_loss(functions),
+        loss=loss,
         compute_dtype=compute_dtype,
         splits_sequences=hooks.splits_sequences,
         tensor_rules=adapted.tensor_rules(rules) if adapted else rules,
@@ -67,16 +69,15 @@ def build_model(config: TrainConfig) -> BuiltModel:
 def functional_model(config: TrainConfig) -> FunctionalModel:
     """Returns the configured model alone, for a program that does not train."""
     with errors_by_field(config):
-        return _functions(config, model_hooks(config.module))
+        return _functions(config, model_hooks(config.module), find_model(config.module))
 
 
-def _functions(config: TrainConfig, hooks: ModelHooks) -> FunctionalModel:
+def _functions(config: TrainConfig, hooks: ModelHooks, found: Any) -> FunctionalModel:
     batch = batch_shapes(config.input, 1)
     settings: Any = config.hooks.in_fp8(config.model) if config.is_fp8 else config.model
     if config.dtypes.precision == "fp8" or config.lora.rank:
         settings = config.hooks.with_visible_matmuls(settings)
     args: list[Any] = [] if config.model is None else [settings]
-    found = find_model(config.module)
     call: Callable[..., Any] = found
     is_linen = inspect.isclass(found) and issubclass(found, nn.Module)
 

@@ -41,8 +41,8 @@ class TrainSetup:
         """
         parallel = config.parallel
         fp8 = fp8_recipe(config)
-        batch = batch_shapes(config.input, config.input.batch_size)
         mesh = make_mesh(parallel, is_pipeline=config.is_pipeline, is_sharded=config.is_sharded)
+        batch = batch_shapes(config.input, config.input.batch_size)
         with errors_by_field(config):
             model = build_model(config)
             if config.is_pipeline:
