@@ -106,7 +106,7 @@ class Programs:
 
     def command(self) -> jgraph.Program:
         """Returns the step of the command line."""
-        setup = TrainSetup.of(self.config)
+        setup = TrainSetup.from_config(self.config)
         return self._compared(setup.step, setup.compile_step(), setup.init(), "jgraph.train")
 
     def _step(self, transform: Any, name: str) -> jgraph.Program:

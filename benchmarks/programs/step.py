@@ -63,7 +63,7 @@ class Step:
             The step.
         """
         config = profiled(config, jax.default_backend())  # allows the profiler to count launches
-        setup = TrainSetup.of(config)
+        setup = TrainSetup.from_config(config)
         devices = first_devices(setup.step.num_devices)
         report(device=f"{len(devices)} x {devices[0].device_kind}", xla_options=config.compile.xla_options)
         cache.enable()

@@ -129,7 +129,7 @@ def _explain(
         config = config.changed(model=dataclasses.replace(config.model, attention="xla"))
         notes = ("attention is XLA's: a run on the GPU uses cuDNN's, which cannot be compiled without a GPU",)
     with phase("tracing the model"):
-        setup = TrainSetup.of(config)
+        setup = TrainSetup.from_config(config)
         step = setup.step
         batch = setup.batch()
         if target is not None and step.num_devices > 1:

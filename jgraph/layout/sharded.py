@@ -29,7 +29,7 @@ def sharded(ranks: int, *, uneven: Literal["pad", "replicate"] = "pad") -> MakeL
         padding = -length % ranks
         shape = tuple(n + padding if i == axis else n for i, n in enumerate(param.shape))
         placed = replace(param.placed(axis, AXIS), shape=shape, padding=padding)
-        shard = Shard.of(placed)
+        shard = Shard.from_param(placed)
         return Change(placed, shard.pad, shard.unpad)
 
     return each(change)
@@ -67,7 +67,7 @@ class Shard:
     dtype: DTypeLike | None = None  # of the working copy; None for the dtype of the parameter
 
     @classmethod
-    def of(cls, param: Param, *, lead: int = 0, compute_dtype: DTypeLike | None = None) -> Self:
+    def from_param(cls, param: Param, *, lead: int = 0, compute_dtype: DTypeLike | None = None) -> Self:
         """Returns the shard of an array, without the first `lead` axes."""
         axis = param.axis_of(AXIS)
         partitioned = PartitionSpec(*param.partitioned_spec[lead:])

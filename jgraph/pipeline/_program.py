@@ -207,8 +207,8 @@ class Pipeline(Placement, StageFunctions):
     @property
     def shards(self) -> StackedTree[Shard]:
         """The `Shard` of every parameter over `fsdp`, without the axis of ranks. Only copies of layers are cast."""
-        layers = self.each(lambda param: Shard.of(param, lead=1, compute_dtype=self.compute_dtype)).layers
-        return StackedTree(layers, self.each(Shard.of).outer)
+        layers = self.each(lambda param: Shard.from_param(param, lead=1, compute_dtype=self.compute_dtype)).layers
+        return StackedTree(layers, self.each(Shard.from_param).outer)
 
     # --- Shapes ---
 

@@ -63,7 +63,7 @@ class DataParallel:
         chosen = objective.layout.then(wanted(choices, ranks)).then(alone(loss.weights))
         packing = packed()(chosen.params)
         layout = chosen.then(packed()).then(sharded(ranks))
-        shards = {name: Shard.of(param, compute_dtype=choices.compute_dtype) for name, param in layout.params.items()}
+        shards = {name: Shard.from_param(param, compute_dtype=choices.compute_dtype) for name, param in layout.params.items()}
         return cls(objective, batches, loss, packing, layout, shards, reshard_after_forward)
 
     @property

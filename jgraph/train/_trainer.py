@@ -83,7 +83,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
                     # Another process may have written to the directory before this one took the lock.
                     run_dir.check(config, corpus.fingerprint)
             with reporter.phase("tracing the model"):
-                setup = TrainSetup.of(config)
+                setup = TrainSetup.from_config(config)
                 # Traced now, because they run long after the start.
                 _validation.check_loss(setup)
                 no_sample = _validation.sampling_problem(setup) if config.monitor.sample_tokens else ""
@@ -274,7 +274,7 @@ class _Run:
         """Returns the setup with the expert capacity that a halted step needs."""
         config, line = _capacity.grown(self.setup.config, halt)
         self.reporter.line(line)
-        self.setup = TrainSetup.of(config)
+        self.setup = TrainSetup.from_config(config)
         return self.setup
 
     def _summary(self, outcome: str, done: int, state: TrainState, *, samples: bool) -> Summary:

@@ -1,8 +1,8 @@
 """Configuration of a run: `TrainConfig`, one frozen dataclass per component, and constraints between components.
 
 A component is defined in a file without JAX beside the code that it configures, so that a wrong flag is reported at once. A
-field has the name of its flag, and its docstring is the help text of the flag. `TrainConfig.of` and `TrainConfig.changed` take
-the fields of all components by name; config.json uses the same names.
+field has the name of its flag, and its docstring is the help text of the flag. `TrainConfig.from_fields` and `changed` take the
+fields of all components by name; config.json uses the same names.
 """
 
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -28,7 +28,7 @@ from jgraph.train.model import SettingsHooks, check_import, settings_from, setti
 class TrainConfig:
     """Complete configuration of a run of `python -m jgraph.train`. Immutable, with keyword arguments only.
 
-    `TrainConfig.of` takes the fields of all components by name. `python -m jgraph.train --help` describes every field.
+    `TrainConfig.from_fields` takes the fields of all components by name. `python -m jgraph.train --help` describes every field.
     """
 
     preset: str = ""
@@ -184,18 +184,18 @@ class TrainConfig:
         return self.dtypes.precision == "fp8" and not self.fp8.calibrates
 
     @classmethod
-    def of(cls, **values: Any) -> Self:
+    def from_fields(cls, **values: Any) -> Self:
         """Creates a configuration from the fields of all components by name. Nested components are given as dataclasses.
 
         Examples:
-            >>> TrainConfig.of(fsdp=2, batch_size=8).parallel.fsdp
+            >>> TrainConfig.from_fields(fsdp=2, batch_size=8).parallel.fsdp
             2
         """
         top_level, parts = _by_component(values)
         return cls(**top_level, **{name: COMPONENTS[name](**part) for name, part in parts.items()})
 
     def changed(self, **values: Any) -> Self:
-        """Returns a checked copy with new values of some fields, named as in `of`.
+        """Returns a checked copy with new values of some fields, named as in `from_fields`.
 
         `model` and `run_dir` keep their values, even if they were derived from `module` or `preset`.
         """
@@ -224,7 +224,7 @@ class TrainConfig:
             # Earlier versions had no LoRA.
             kinds = {name: kind for name, kind in _NESTED.items() if name != "lora" or name in fields}
             parts = {name: kind(**_with_tuples(fields.pop(name))) for name, kind in kinds.items()}
-            return cls.of(**fields, **parts, model=model)
+            return cls.from_fields(**fields, **parts, model=model)
         except (AttributeError, TypeError, KeyError) as e:
             raise ConfigError(f"the configuration does not fit this version of jgraph: {e}", field="run_dir") from e
 
@@ -243,7 +243,7 @@ COMPONENTS: dict[str, Any] = {
 _NESTED = {"optimizer": OptimizerConfig, "distributed": DistributedConfig, "lora": LoRAConfig, "fp8": FP8Config}
 _COMPONENT_OF = {field.name: name for name, kind in COMPONENTS.items() for field in fields(kind)}
 FIELDS = frozenset(_COMPONENT_OF) | {field.name for field in fields(TrainConfig)} - COMPONENTS.keys()
-"""Names of all fields, as `TrainConfig.of` takes them."""
+"""Names of all fields, as `TrainConfig.from_fields` takes them."""
 
 
 def _by_component(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

@@ -94,12 +94,12 @@ def _evaluated(model: Source, fields: dict[str, Any], overrides: dict[str, Any])
     # Checked before the batch size: too few devices must be reported first.
     ranks = {name: count for name in ("dp", "fsdp", "tp") if isinstance(count := overrides.get(name), int) and count > 1}
     devices_of_ranks(math.prod(ranks.values()), flags=" ".join(f"`{name}` {count}" for name, count in ranks.items()))
-    config = TrainConfig.of(**fields | overrides)
+    config = TrainConfig.from_fields(**fields | overrides)
     if model.tokenizer.name == "numbers" and is_text(config.input.data):
         must = f"directories of token files, because {model.about} has no tokenizer for text"
         raise DataError(f"`data` is {' '.join(config.input.data)}: must be {must}")
     corpus = load(config.input.data, tokenizer=model.tokenizer, **config.data_options)
-    setup = TrainSetup.of(config)
+    setup = TrainSetup.from_config(config)
     batches = heldout(config, corpus)
     rows = [batch["tokens"] if isinstance(batch, dict) else batch for batch in batches]
     counted: Sequence[Iterable[np.ndarray]] = rows

@@ -27,14 +27,14 @@ from jgraph.xla.options import OptionValue
 # eq=False: setups are compared by identity, because methods of a setup are static arguments of jitted functions.
 @dataclass(frozen=True, eq=False)
 class TrainSetup:
-    """A configuration, its model as pure functions and its training step, without arrays. Made by `TrainSetup.of`."""
+    """A configuration, its model as pure functions and its training step, without arrays. Made by `TrainSetup.from_config`."""
 
     config: TrainConfig
     model: FunctionalModel
     step: TrainStep
 
     @classmethod
-    def of(cls, config: TrainConfig) -> "TrainSetup":
+    def from_config(cls, config: TrainConfig) -> "TrainSetup":
         """Imports the model class, traces its construction and chooses the strategy. Compiles nothing.
 
         Computes nothing on a device, except with `schedule` auto, which times a layer. All processes must call it together.

@@ -32,7 +32,7 @@ def _qwen3(**sizes: Any) -> GPTConfig:
 
 
 def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: float) -> TrainConfig:
-    return TrainConfig.of(
+    return TrainConfig.from_fields(
         preset=preset,
         steps=10_000,
         batch_size=batch_size,
@@ -49,7 +49,7 @@ def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: 
 
 
 def _tiny(preset: str, model: GPTConfig, *, batch_size: int) -> TrainConfig:
-    return TrainConfig.of(
+    return TrainConfig.from_fields(
         preset=preset,
         # Takes less than 100 s on two CPU cores. In this time, many small steps reach a lower loss than few large steps.
         steps=800,
@@ -74,7 +74,7 @@ PRESETS: dict[str, TrainConfig] = {
             # On a CPU, every expert multiplies every row, so that half the batch takes about as long as cpu-tiny.
             batch_size=4,
         ),
-        TrainConfig.of(
+        TrainConfig.from_fields(
             preset="launch-bound",
             batch_size=2,
             seq_len=128,

@@ -17,7 +17,7 @@ STEPS = 20
 MODEL = GPTConfig(
     num_layers=4, d_model=128, num_heads=2, num_kv_heads=2, d_ff=256, vocab_size=256, attention="xla", compute_dtype="float32"
 )
-CONFIG = TrainConfig.of(
+CONFIG = TrainConfig.from_fields(
     steps=STEPS,
     batch_size=16,
     num_microbatches=4,
@@ -30,7 +30,7 @@ CONFIG = TrainConfig.of(
 @functools.cache
 def losses(config):
     """Returns the losses of `STEPS` steps and the capture report."""
-    setup = TrainSetup.of(config)
+    setup = TrainSetup.from_config(config)
     with jax.default_matmul_precision("highest"):
         step = setup.compile_step()
     state, values = setup.init(), []

@@ -20,7 +20,7 @@ def small(**changes):
 
 
 def losses(config, steps=8):
-    setup = TrainSetup.of(config)
+    setup = TrainSetup.from_config(config)
     step = setup.compile_step()
     state = setup.init()
     shape = (steps, config.input.batch_size, config.input.seq_len + 1)
@@ -57,7 +57,7 @@ def test_graph_full_runs_a_loop_over_microbatches_with_the_same_losses():
 
 
 def test_the_state_keeps_its_addresses_over_steps():
-    setup = TrainSetup.of(small())
+    setup = TrainSetup.from_config(small())
     step = setup.compile_step()
     tokens_BS = np.zeros((2, 129), np.int32)
     state, _ = step(setup.init(), tokens_BS)

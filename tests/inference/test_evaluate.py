@@ -94,7 +94,9 @@ def test_a_folder_is_evaluated_with_its_tokenizer(tmp_path):
 
 
 def test_a_model_is_evaluated_with_its_carried_state(tmp_path):
-    config = TrainConfig.of(module="tests.own:Normed", batch_size=4, seq_len=16, eval_batches=1, run_dir=str(tmp_path / "run"))
+    config = TrainConfig.from_fields(
+        module="tests.own:Normed", batch_size=4, seq_len=16, eval_batches=1, run_dir=str(tmp_path / "run")
+    )
     write_run(tmp_path / "run", config)
     loaded = jgraph.load(tmp_path / "run", module=config.module)
     (batch,) = heldout_batches(

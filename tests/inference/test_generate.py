@@ -126,7 +126,7 @@ def test_greedy_text_is_the_same_with_and_without_a_cache_and_for_single_prompts
 @pytest.mark.once
 def test_a_run_samples_with_the_biases_of_its_router():
     sizes = SIZES | {"num_layers": 1, "mlp": "swiglu", "moe": SIGMOID}
-    setup = TrainSetup.of(TrainConfig.of(model=GPTConfig(**sizes), batch_size=1, seq_len=8))
+    setup = TrainSetup.from_config(TrainConfig.from_fields(model=GPTConfig(**sizes), batch_size=1, seq_len=8))
     state = setup.init()
     state = dataclasses.replace(state, carried=with_biases(state.carried))
     (token,) = rows(jgraph.generate(_validation.decoder(setup), state, PROMPTS[:1], max_tokens=1, temperature=0))[0]

@@ -35,7 +35,7 @@ TOKENS = np.random.default_rng(0).integers(0, 256, (2, 12)).astype(np.int32)
 
 def make_adapter(path, config, targets=("*/kernel",), **changes):
     """Writes a folder of random adapters. Returns the model and the arrays by name."""
-    model = functional_model(TrainConfig.of(model=config, lora=LoRAConfig(rank=RANK, alpha=ALPHA, targets=targets)))
+    model = functional_model(TrainConfig.from_fields(model=config, lora=LoRAConfig(rank=RANK, alpha=ALPHA, targets=targets)))
     assert isinstance(model, AdaptedModel)
     shapes = dict(zip(leaf_names(model.shapes), jax.tree.leaves(model.shapes), strict=True))
     rng = np.random.default_rng(1)
@@ -259,7 +259,7 @@ def test_a_parameter_that_is_not_one_linear_layer_per_part_has_no_peft_format(pa
 
 def test_a_run_with_lora_takes_no_adapter(tmp_path):
     with pytest.raises(ConfigError, match=r"`adapter` is .*: must be left out for a run with LoRA"):
-        open_adapter(tmp_path, TrainConfig.of(lora=LoRAConfig(rank=2)))
+        open_adapter(tmp_path, TrainConfig.from_fields(lora=LoRAConfig(rank=2)))
 
 
 # --- Runs ---

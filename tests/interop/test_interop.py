@@ -588,14 +588,14 @@ def test_a_flag_that_contradicts_the_folder_is_refused_in_one_line(flags, messag
 def test_a_folder_does_not_determine_how_a_router_is_trained(tmp_path):
     make(tmp_path / "f", MIXTRAL)
     model = dataclasses.replace(MIXTRAL, moe=dataclasses.replace(MIXTRAL.moe, balance_loss=0.5, z_loss=0.1))
-    config = TrainConfig.of(init_from=str(tmp_path / "f"), model=model)
+    config = TrainConfig.from_fields(init_from=str(tmp_path / "f"), model=model)
     assert initial_weights(config) is not None
 
 
 def test_a_mixture_starts_with_the_weights_of_a_folder_and_the_initial_state(tmp_path):
     folder, arrays = make(tmp_path / "f", MIXTRAL)
-    config = TrainConfig.of(model=MIXTRAL, fsdp=2, batch_size=2, seq_len=16, init_from=str(folder.path))
-    setup, weights = TrainSetup.of(config), initial_weights(config)
+    config = TrainConfig.from_fields(model=MIXTRAL, fsdp=2, batch_size=2, seq_len=16, init_from=str(folder.path))
+    setup, weights = TrainSetup.from_config(config), initial_weights(config)
     assert weights
     state = weights.load(setup)
     params, began = setup.step.canonical.of(state).params, setup.model.init()[1]
@@ -703,7 +703,7 @@ def test_a_damaged_checkpoint_is_not_exported(run, tmp_path, capsys):
 
 def test_data_with_another_tokenizer_is_reported(tmp_path):
     make(tmp_path / "f")
-    of_bytes = TrainConfig.of(init_from=str(tmp_path / "f"), model=LLAMA)
+    of_bytes = TrainConfig.from_fields(init_from=str(tmp_path / "f"), model=LLAMA)
     assert "is read as bytes" in tokenizer_warning(of_bytes)
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "train-0.bin").touch()

@@ -154,7 +154,7 @@ def test_an_axis_on_a_mesh_axis_follows_its_parameter_through_every_layout():
     param = layout.params["layers/0/0/up"]
     assert param.spec == PartitionSpec("pipe", "fsdp", "tensor")
     assert param.rank_spec == PartitionSpec("pipe", "fsdp")
-    assert Shard.of(param, lead=1) == Shard(0, partitioned=PartitionSpec(None, "tensor"))
+    assert Shard.from_param(param, lead=1) == Shard(0, partitioned=PartitionSpec(None, "tensor"))
 
 
 @pytest.mark.parametrize(("tensor", "spec"), [(2, (("pipe", "tensor"),)), (8, ("pipe",))])

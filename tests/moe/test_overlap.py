@@ -45,7 +45,7 @@ def test_two_microbatches_overlap_their_exchanges_with_matmuls(h200, num_microba
     model = dataclasses.replace(config.model, attention="xla", **sizes)
     batch = {"seq_len": 512, "batch_size": 8 * num_microbatches, "num_microbatches": num_microbatches}
     config = config.changed(model=model, fsdp=2, ep=2, **batch)
-    setup = TrainSetup.of(config)
+    setup = TrainSetup.from_config(config)
     step = setup.step.on(aot.devices(2))
     options = compiler_options(
         "auto", (*known(setup.step.bound.xla_options, "gpu"), *config.compile.xla_options), platform="gpu", num_devices=2

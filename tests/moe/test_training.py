@@ -70,7 +70,7 @@ SPREAD = {
 
 @cache
 def compiled(layout):
-    config = TrainConfig.of(
+    config = TrainConfig.from_fields(
         steps=3,
         batch_size=ROWS,
         num_microbatches=MICROBATCHES,
@@ -89,7 +89,7 @@ def compiled(layout):
         optimizer=OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=1e-2),
         **({ONE: {}} | SPREAD)[layout],
     )
-    setup = TrainSetup.of(config)
+    setup = TrainSetup.from_config(config)
     return setup, setup.compile_step()
 
 

@@ -65,8 +65,8 @@ def fully_sharded(tmp_path_factory) -> dict[tuple[str, str], Arrays]:
 def our_training(case: str, dtype: str, layout: str) -> Arrays:
     """Trains with the step of `--fsdp 2`. Returns the losses, the gradient norms and the final weights."""
     model = dataclasses.replace(CASES[case], compute_dtype=dtype)
-    setup = TrainSetup.of(
-        TrainConfig.of(
+    setup = TrainSetup.from_config(
+        TrainConfig.from_fields(
             model=model,
             optimizer=OPTIMIZER,
             steps=STEPS,

@@ -37,7 +37,7 @@ def test_twenty_steps_of_pipelines_with_other_axes_equal_one_device(fields):
 
 def placed(**fields: Any) -> tuple[TrainSetup, dict[str, Any]]:
     """Returns the setup and the PartitionSpec of each parameter by name, as a tuple with an entry for each axis."""
-    setup = TrainSetup.of(config(**PIPELINE | {"schedule": "1f1b"} | fields))
+    setup = TrainSetup.from_config(config(**PIPELINE | {"schedule": "1f1b"} | fields))
     params = setup.step.state.params
     leaves = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
     return setup, {name: (*leaf.sharding.spec, *[None] * (leaf.ndim - len(leaf.sharding.spec))) for name, leaf in leaves}

@@ -16,7 +16,7 @@ RUN = ("--data", "synthetic", "--batch-size", "8", "--checkpoint-every", "3", "-
 
 def test_an_fp8_recipe_without_fp8_precision_is_refused():
     with pytest.raises(ConfigError) as error:
-        TrainConfig.of(fp8=FP8Config(margin=1))
+        TrainConfig.from_fields(fp8=FP8Config(margin=1))
     assert error.value.field == "fp8.margin"
 
 
@@ -32,9 +32,9 @@ def test_a_gpu_without_fp8_requires_the_emulate_option(monkeypatch):
 
     monkeypatch.setattr(setup.jax, "default_backend", lambda: "gpu")
     with pytest.raises(ConfigError) as error:
-        setup.fp8_recipe(TrainConfig.of(precision="fp8"))
+        setup.fp8_recipe(TrainConfig.from_fields(precision="fp8"))
     assert error.value.field == "precision"
-    assert setup.fp8_recipe(TrainConfig.of(precision="fp8", fp8=FP8Config(emulate=True))) is not None
+    assert setup.fp8_recipe(TrainConfig.from_fields(precision="fp8", fp8=FP8Config(emulate=True))) is not None
 
 
 def test_mxfp8_is_refused_on_a_hopper_gpu_without_emulation(monkeypatch):
@@ -46,12 +46,12 @@ def test_mxfp8_is_refused_on_a_hopper_gpu_without_emulation(monkeypatch):
     monkeypatch.setattr(setup.jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(setup.jax, "devices", lambda: [Hopper()])
     with pytest.raises(ConfigError, match=r"`fp8\.recipe` is mxfp8: must be current or delayed on NVIDIA H200") as error:
-        setup.fp8_recipe(TrainConfig.of(precision="fp8", fp8=FP8Config(recipe="mxfp8")))
+        setup.fp8_recipe(TrainConfig.from_fields(precision="fp8", fp8=FP8Config(recipe="mxfp8")))
     assert error.value.field == "fp8.recipe"
     emulated = FP8Config(recipe="mxfp8", emulate=True)
-    assert setup.fp8_recipe(TrainConfig.of(precision="fp8", fp8=emulated)) == emulated
+    assert setup.fp8_recipe(TrainConfig.from_fields(precision="fp8", fp8=emulated)) == emulated
     Hopper.device_kind = "NVIDIA B200"
-    assert setup.fp8_recipe(TrainConfig.of(precision="fp8", fp8=FP8Config(recipe="mxfp8"))) is not None
+    assert setup.fp8_recipe(TrainConfig.from_fields(precision="fp8", fp8=FP8Config(recipe="mxfp8"))) is not None
 
 
 @pytest.mark.long
@@ -78,13 +78,15 @@ def test_a_run_of_a_user_model_resumes_with_delayed_scaling(tmp_path, monkeypatc
 def test_auto_measures_schedules_with_fp8_layers(monkeypatch):
     monkeypatch.setattr(_autotune, "_SECONDS", 0.001)
     fp8 = FP8Config(recipe="delayed")
-    setup = TrainSetup.of(config_of(pp=2, schedule="auto", precision="fp8", fp8=fp8, num_layers=3, num_microbatches=2))
+    setup = TrainSetup.from_config(config_of(pp=2, schedule="auto", precision="fp8", fp8=fp8, num_layers=3, num_microbatches=2))
     assert setup.step.bound.pipeline.schedule.name in NAMES
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_the_dispatch_engine_accepts_every_fp8_recipe(recipe):
-    config = TrainConfig.of(precision="fp8", fp8=FP8Config(recipe=recipe), pp=2, num_microbatches=4, pp_engine="dispatch")
+    config = TrainConfig.from_fields(
+        precision="fp8", fp8=FP8Config(recipe=recipe), pp=2, num_microbatches=4, pp_engine="dispatch"
+    )
     assert config.pipeline.pp_engine == "dispatch"
 
 

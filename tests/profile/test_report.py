@@ -286,14 +286,14 @@ def test_a_profiled_run_has_the_same_losses(tmp_path):
 @pytest.mark.parametrize("window", ["3", "3:", "5:3", "a:b", "-1:2", "8:10"])
 def test_an_invalid_window_is_refused(window, tmp_path):
     with pytest.raises(ConfigError) as error:
-        TrainConfig.of(steps=12, run_dir=str(tmp_path), profile=window)
+        TrainConfig.from_fields(steps=12, run_dir=str(tmp_path), profile=window)
     assert error.value.field == "profile"
 
 
 def test_a_run_that_is_too_short_for_its_window_is_refused_with_the_needed_steps(tmp_path):
     with pytest.raises(ConfigError, match="at least 14 steps"):
-        TrainConfig.of(steps=13, run_dir=str(tmp_path), profile="8:10")
-    TrainConfig.of(steps=14, run_dir=str(tmp_path), profile="8:10")
+        TrainConfig.from_fields(steps=13, run_dir=str(tmp_path), profile="8:10")
+    TrainConfig.from_fields(steps=14, run_dir=str(tmp_path), profile="8:10")
 
 
 def test_a_window_before_the_resumed_step_is_reported(tmp_path, capsys):

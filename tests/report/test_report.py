@@ -29,7 +29,9 @@ def run_dir(tmp_path):
     def make(name: str, entries: list[dict[str, Any]], *, samples: bool = True, **fields: Any):
         run_dir = RunDir(tmp_path / name)
         corpus = {"name": "text", "fingerprint": "0" * 64, "train_tokens": 9, "heldout_tokens": 1}
-        run_dir.write(TrainConfig.of(steps=20, run_dir=str(run_dir.path), **fields), corpus, {"jax": "0.10.2", "device": "cpu"})
+        run_dir.write(
+            TrainConfig.from_fields(steps=20, run_dir=str(run_dir.path), **fields), corpus, {"jax": "0.10.2", "device": "cpu"}
+        )
         run_dir.metrics.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
         if samples:
             run_dir.add_sample(20, "once ", "upon a time")

@@ -96,7 +96,7 @@ def test_weights_after_ten_steps_equal_the_weights_on_one_device(fields):
 
 
 def test_only_frozen_parameters_stay_unchanged_in_each_step():
-    setup = TrainSetup.of(config(fsdp=2, freeze=("embedding_VD", NORMS)))
+    setup = TrainSetup.from_config(config(fsdp=2, freeze=("embedding_VD", NORMS)))
     step, unpack = setup.step.jitted(), jax.jit(setup.step.bound.layout.unpack)
     state = setup.init()
     for i in range(3):
@@ -128,7 +128,7 @@ def test_the_first_fp8_step_is_exempt_from_the_zero_gradient_warning(tmp_path, c
 
 
 def test_a_nan_on_one_device_skips_the_update_on_all_devices():
-    setup = TrainSetup.of(config(fsdp=2))
+    setup = TrainSetup.from_config(config(fsdp=2))
     step = setup.compile_step()
     state = setup.init()
     poisoned = {name: leaf.at[(0,) * leaf.ndim].set(jnp.nan) for name, leaf in state.params.items()}
@@ -146,7 +146,7 @@ def test_a_nan_on_one_device_skips_the_update_on_all_devices():
 
 @pytest.mark.parametrize("fields", [{"fsdp": 4}, {"fsdp": 2, "pp": 2}])
 def test_each_device_stores_its_shard_of_parameters_and_moments(fields):
-    setup = TrainSetup.of(config(**fields))
+    setup = TrainSetup.from_config(config(**fields))
     state = setup.init()
     for tree in (state.params, state.opt_state):
         leaves = jax.tree.leaves(tree)
@@ -158,7 +158,7 @@ def test_each_device_stores_its_shard_of_parameters_and_moments(fields):
 def test_a_sharded_pipeline_predicts_the_same_pools_plus_gathered_weights():
     predicted = []
     for rows, fields in ((2, {}), (4, {"fsdp": 2})):
-        form = TrainSetup.of(config(pp=2, **fields)).step.bound
+        form = TrainSetup.from_config(config(pp=2, **fields)).step.bound
         tokens_MBS = jax.ShapeDtypeStruct((2, rows, 17), jnp.int32)
         predicted.append(bytes_per_rank(form.pipeline, tokens_MBS))
     assert predicted[0].pop("gathered") == 0
@@ -167,7 +167,7 @@ def test_a_sharded_pipeline_predicts_the_same_pools_plus_gathered_weights():
 
 
 def test_a_parameter_that_the_axis_does_not_divide_is_padded_and_unpadded():
-    setup = TrainSetup.of(config(fsdp=4, shard_rules=("embedding_VD=0",)))
+    setup = TrainSetup.from_config(config(fsdp=4, shard_rules=("embedding_VD=0",)))
     params = setup.init().params
     vocab_size = setup.config.model.vocab_size
     assert vocab_size % 4
@@ -189,20 +189,22 @@ def test_a_parameter_that_the_axis_does_not_divide_is_padded_and_unpadded():
 def test_the_sharded_axis_is_the_requested_or_first_divisible_or_longest_axis(shape, rules, expected):
     choices = fsdp.FSDPChoices(shard_rules=rules)
     layout = named({"w": jax.ShapeDtypeStruct(shape, jnp.float32)}).then(fsdp.wanted(choices, 2)).then(sharded(2))
-    assert Shard.of(layout.params["w"]) == expected
+    assert Shard.from_param(layout.params["w"]) == expected
 
 
 def test_rules_override_the_partition_names_of_a_model():
     annotated = config(fsdp=2, module=f"{__name__}:Named")
-    assert TrainSetup.of(annotated).step.bound.layout.params["blocks/0/mlp/up/kernel"].spec == PartitionSpec(None, "fsdp")
-    ruled = TrainSetup.of(annotated.changed(shard_rules=("blocks/0/*/kernel=0",))).step.bound.layout.params
+    assert TrainSetup.from_config(annotated).step.bound.layout.params["blocks/0/mlp/up/kernel"].spec == PartitionSpec(
+        None, "fsdp"
+    )
+    ruled = TrainSetup.from_config(annotated.changed(shard_rules=("blocks/0/*/kernel=0",))).step.bound.layout.params
     assert ruled["blocks/0/mlp/up/kernel"].spec == PartitionSpec("fsdp")
     assert ruled["blocks/1/mlp/up/kernel"].spec == PartitionSpec(None, "fsdp")
 
 
 def axes_in_a_pipeline(**fields: Any) -> dict[str, int]:
     """Maps each parameter name in the pipeline to its axis sharded over fsdp, not counting the rank axis."""
-    form = TrainSetup.of(config(**{"fsdp": 2, "pp": 2} | fields)).step.bound
+    form = TrainSetup.from_config(config(**{"fsdp": 2, "pp": 2} | fields)).step.bound
     assert isinstance(form, BoundPipeline)
     specs = form.pipeline.specs
     found = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
@@ -222,7 +224,7 @@ def test_shard_rules_of_a_pipeline_use_the_axis_numbers_of_the_model(scan_layers
     made = config(fsdp=2, pp=2, num_layers=3)
     model = dataclasses.replace(made.model, scan_layers=scan_layers)
     rule = "blocks/mlp/up/kernel=2" if scan_layers else "blocks/[01]/mlp/up/kernel=1"
-    form = TrainSetup.of(made.changed(model=model, shard_rules=(rule,))).step.bound
+    form = TrainSetup.from_config(made.changed(model=model, shard_rules=(rule,))).step.bound
     assert isinstance(form, BoundPipeline)
     specs = form.pipeline.specs.layers[0]
     assert [spec["mlp"]["up"]["kernel"] for spec in specs] == [PartitionSpec("pipe", None, "fsdp")] * 2
@@ -255,7 +257,7 @@ def test_a_shard_rule_that_a_pipeline_cannot_apply_is_refused_in_one_line(fields
 def test_sharding_the_layer_axis_is_refused_in_a_pipeline():
     made = config(fsdp=2, pp=2, shard_rules=("blocks/mlp/up/kernel=0",))
     with pytest.raises(ConfigError, match="this axis of layers is divided among the ranks of a pipeline") as error:
-        TrainSetup.of(made.changed(model=dataclasses.replace(made.model, scan_layers=True)))
+        TrainSetup.from_config(made.changed(model=dataclasses.replace(made.model, scan_layers=True)))
     assert error.value.field == "shard_rules"
 
 
@@ -292,7 +294,7 @@ def test_dtypes_decide_if_the_optimizer_reads_main_grad_or_a_cast(params, grads,
         return
     made = config(fsdp=2, **fields)
     assert made.dtypes.read_dtype == reads
-    setup = TrainSetup.of(made)
+    setup = TrainSetup.from_config(made)
     state, tokens_BS = (setup.step.state, setup.batch())
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(params)}
     _, sums = jax.eval_shape(setup.step.bound.loss_and_grads, state.params, tokens_BS, jax.random.key(0), state.carry)
@@ -386,7 +388,7 @@ def test_moments_have_their_configured_dtypes_and_are_updated_in_place(first, se
 
 
 def on_target(made: TrainConfig) -> TrainSetup:
-    setup = TrainSetup.of(made)
+    setup = TrainSetup.from_config(made)
     return dataclasses.replace(setup, step=setup.step.on(aot.devices(4)))
 
 
@@ -395,7 +397,7 @@ def compile_on_target(graph: str = "auto", *, num_layers: int = 2, **fields: Any
         num_layers=num_layers, d_model=512, num_heads=4, num_kv_heads=4, d_ff=2048, vocab_size=512, attention="xla"
     )
     fields = {"steps": 4, "batch_size": 4, "seq_len": 64} | fields
-    made = TrainConfig.of(**fields, fsdp=4, model=model, graph=graph)
+    made = TrainConfig.from_fields(**fields, fsdp=4, model=model, graph=graph)
     setup = on_target(made)
     state, tokens_BS = (setup.step.state, setup.batch())
     compiled, report = compile_and_report(setup.step.jitted().lower(state, tokens_BS), setup.options("gpu"), platform="gpu")
@@ -415,17 +417,17 @@ def test_graph_full_captures_collectives_in_one_command_buffer(h200):
 
 def test_user_options_override_the_default_options_for_gpus():
     threshold = "xla_gpu_all_gather_combine_threshold_bytes"
-    setup = TrainSetup.of(config(fsdp=2, xla_options=(f"{threshold}=7",)))
+    setup = TrainSetup.from_config(config(fsdp=2, xla_options=(f"{threshold}=7",)))
     options = setup.options("gpu")
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert options[threshold] == "7"
     assert setup.options("cpu") == {threshold: "7"}
-    assert TrainSetup.of(config()).step.bound.xla_options == ()
+    assert TrainSetup.from_config(config()).step.bound.xla_options == ()
 
 
 @pytest.mark.parametrize("fields", [{}, {"precision": "fp8"}], ids=["bf16", "fp8"])
 def test_a_custom_loop_uses_the_same_xla_options_as_the_command_line(fields):
-    setup = TrainSetup.of(config(fsdp=2, **fields))
+    setup = TrainSetup.from_config(config(fsdp=2, **fields))
     mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
 
     def loss(params, batch, key):
@@ -515,7 +517,7 @@ def test_a_pipeline_with_bfloat16_parameters_has_the_losses_of_one_device():
 )
 def test_an_invalid_configuration_is_refused_in_one_line(fields, message):
     with pytest.raises(ConfigError, match=message) as error:
-        TrainSetup.of(config(**fields))
+        TrainSetup.from_config(config(**fields))
     assert "\n" not in str(error.value)
 
 

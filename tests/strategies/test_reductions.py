@@ -27,7 +27,7 @@ def setup_of(**fields: Any) -> TrainSetup:
     sizes = {"num_heads": 4, "num_kv_heads": 4, "d_ff": 2048, "vocab_size": 512, "attention": "xla"}
     model = GPTConfig(num_layers=fields.get("pp", 1), d_model=WIDTH, **sizes)
     fields = {"steps": 4, "seq_len": SEQ, "batch_size": 4 * fields.get("num_microbatches", 1)} | fields
-    setup = TrainSetup.of(TrainConfig.of(**fields, model=model))
+    setup = TrainSetup.from_config(TrainConfig.from_fields(**fields, model=model))
     return dataclasses.replace(setup, step=setup.step.on(aot.devices(8)[: setup.step.num_devices]))
 
 

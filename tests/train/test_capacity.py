@@ -127,7 +127,7 @@ def test_a_halt_of_a_model_without_capacity_ends_the_run_with_one_line(tmp_path,
 
 
 def test_capacity_grows_to_a_quarter_more_than_needed_and_at_most_to_all_rows(tmp_path):
-    config = TrainConfig.of(
+    config = TrainConfig.from_fields(
         module="tests.own:Spilling", model=own.SpillingSettings(own.SpillingMoE(0.5)), batch_size=4, seq_len=32
     )
     grown, _ = _capacity.grown(config, Halt(3, 65))

@@ -222,7 +222,7 @@ def test_a_trained_model_answers_with_the_trained_text(tmp_path, capsys):
 
 
 def test_a_model_without_a_template_refuses_to_chat(tmp_path, capsys):
-    write_run(tmp_path / "run", TrainConfig.of(run_dir=str(tmp_path / "run")))
+    write_run(tmp_path / "run", TrainConfig.from_fields(run_dir=str(tmp_path / "run")))
     with pytest.raises(DataError, match="must be a run or folder with a chat template"):
         jgraph.load(tmp_path / "run").chat([chats.message("user", "Hi")])
     assert sample.main([str(tmp_path / "run"), "--prompt", "a", "--system", "b"]) == 2
@@ -240,7 +240,7 @@ def test_a_model_without_a_template_refuses_to_chat(tmp_path, capsys):
 )
 def test_settings_of_chat_data_are_checked(fields, field):
     with pytest.raises(ConfigError) as error:
-        TrainConfig.of(**fields)
+        TrainConfig.from_fields(**fields)
     assert error.value.field == field
 
 
@@ -265,7 +265,7 @@ def test_the_sample_of_a_chat_run_begins_with_a_conversation_up_to_the_first_tur
     corpus = load(str(data), seq_len=T, vocab_size=None, format="chat", template=data.parent / "template.jinja")
     monkeypatch.setattr("jgraph.train._validation.generate", lambda *args, **options: [args[2][0][:0]])
     monkeypatch.setattr("jgraph.train._validation.decoder", lambda setup: None)
-    config = TrainConfig.of(seq_len=T, data=str(data), data_format="chat", sample_tokens=4)
+    config = TrainConfig.from_fields(seq_len=T, data=str(data), data_format="chat", sample_tokens=4)
     prompt, _ = _validation.sample(types.SimpleNamespace(config=config), None, corpus)  # pyright: ignore[reportArgumentType]
     assert re.fullmatch(r"<user>\d+ \+ 1\?</s><assistant>", prompt)
 

@@ -156,13 +156,13 @@ WRONG = [
 @pytest.mark.parametrize(("kind", "fields", "field", "message"), WRONG, ids=[f"{w[2]}-{i}" for i, w in enumerate(WRONG)])
 def test_a_wrong_value_is_refused_with_its_field_and_the_allowed_values(kind, fields, field, message):
     with pytest.raises(ConfigError) as error:
-        getattr(kind, "of", kind)(**fields)
+        getattr(kind, "from_fields", kind)(**fields)
     assert (error.value.field, str(error.value)) == (field, message)
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(8, 0), (60, 6), (1000, 100), (100_000, 100)])
 def test_the_default_warmup_is_at_most_a_tenth_of_the_run(steps, warmup):
-    assert TrainConfig.of(steps=steps).optimizer.warmup_steps == warmup
+    assert TrainConfig.from_fields(steps=steps).optimizer.warmup_steps == warmup
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -172,19 +172,19 @@ def test_the_warmup_of_a_preset_shrinks_only_with_a_shorter_run(name):
 
 
 def test_a_warmup_of_the_whole_run_is_allowed():
-    assert TrainConfig.of(steps=8, optimizer=OptimizerConfig(warmup_steps=8)).optimizer.warmup_steps == 8
+    assert TrainConfig.from_fields(steps=8, optimizer=OptimizerConfig(warmup_steps=8)).optimizer.warmup_steps == 8
 
 
 @pytest.mark.parametrize("fields", [{}, {"decoupled_grad": True}, {"on_dtype_mismatch": "copy"}])
 def test_bfloat16_main_grads_in_a_pipeline_are_refused_before_other_checks(fields):
     with pytest.raises(ConfigError, match="must be float32 in a pipeline") as error:
-        TrainConfig.of(pp=2, main_grads_dtype="bfloat16", **fields)
+        TrainConfig.from_fields(pp=2, main_grads_dtype="bfloat16", **fields)
     assert error.value.field == "main_grads_dtype"
 
 
 def test_reshard_after_forward_in_a_pipeline_is_refused_and_remat_suggested():
     with pytest.raises(ConfigError, match="`remat` layer") as error:
-        TrainConfig.of(pp=2, fsdp=2, reshard_after_forward=True)
+        TrainConfig.from_fields(pp=2, fsdp=2, reshard_after_forward=True)
     assert error.value.field == "reshard_after_forward"
 
 
@@ -196,9 +196,9 @@ def test_the_dispatch_engine_refuses_experts_with_data_parallelism():
 
 def test_remat_wide_is_allowed_only_in_a_pipeline():
     with pytest.raises(ConfigError) as error:
-        TrainConfig.of(remat="wide")
+        TrainConfig.from_fields(remat="wide")
     assert error.value.field == "remat"
-    assert TrainConfig.of(remat="wide", schedule="zb-h1").is_pipeline
+    assert TrainConfig.from_fields(remat="wide", schedule="zb-h1").is_pipeline
 
 
 def test_a_changed_copy_is_checked_too():
@@ -225,7 +225,7 @@ def test_a_config_cannot_be_changed_after_its_checks(kind):
     ],
 )
 def test_values_at_the_limits_are_allowed(kind, fields):
-    config = getattr(kind, "of", kind)(**fields)
+    config = getattr(kind, "from_fields", kind)(**fields)
     found = getattr(config, "to_dict", lambda: vars(config))()
     assert {name: found[name] for name in fields} == fields
 
@@ -235,12 +235,12 @@ def test_config_error_is_a_jgraph_error():
 
 
 def test_tokens_per_step_counts_predicted_tokens():
-    assert TrainConfig.of(batch_size=4, seq_len=32, num_microbatches=2).input.tokens_per_step == 128
+    assert TrainConfig.from_fields(batch_size=4, seq_len=32, num_microbatches=2).input.tokens_per_step == 128
 
 
 def test_the_run_directory_follows_the_preset_unless_named():
-    assert TrainConfig.of(preset="gpt-124m").output.run_dir == "runs/gpt-124m"
-    assert TrainConfig.of(preset="gpt-124m", run_dir="elsewhere").output.run_dir == "elsewhere"
+    assert TrainConfig.from_fields(preset="gpt-124m").output.run_dir == "runs/gpt-124m"
+    assert TrainConfig.from_fields(preset="gpt-124m", run_dir="elsewhere").output.run_dir == "elsewhere"
 
 
 def through_json(config):

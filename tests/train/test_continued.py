@@ -46,7 +46,7 @@ def random_state(setup):
 
 def write_run(path, config):
     """Writes the directory of a finished run without training. Returns its state."""
-    setup = TrainSetup.of(config)
+    setup = TrainSetup.from_config(config)
     state = random_state(setup)
     RunDir(path).write(config, CORPUS, {})
     checkpoints = Checkpoints(RunDir(path).checkpoints, 1)
@@ -60,7 +60,7 @@ def initial_state(path, config, **fields):
     config = config.changed(continue_from=str(path), run_dir=f"{path}-more", **fields)
     weights = initial_weights(config)
     assert weights is not None
-    setup = TrainSetup.of(config)
+    setup = TrainSetup.from_config(config)
     try:
         return setup.step.canonical.of(weights.load(setup))
     finally:
@@ -100,7 +100,7 @@ def test_a_run_on_several_devices_can_be_continued_on_one(tmp_path, before):
 
 @pytest.mark.parametrize("which", ["weights", "optimizer"])
 def test_carried_state_is_loaded_with_the_weights(tmp_path, which):
-    config = TrainConfig.of(module="tests.own:Normed", batch_size=4, seq_len=16)
+    config = TrainConfig.from_fields(module="tests.own:Normed", batch_size=4, seq_len=16)
     there = write_run(tmp_path / "run", config)
     assert_same_bits(initial_state(tmp_path / "run", config, continue_with=which).carried, there.carried)
 
@@ -188,7 +188,7 @@ def test_the_tokenizer_is_copied_with_the_weights_and_beats_that_of_the_data(tmp
     tokens = chats.save_tokenizer(tmp_path / "tokens").parent
     (tokens / "train-0.bin").touch()
     (tokens / "tokenizer.json").write_text("{}")
-    config = TrainConfig.of(continue_from=str(first.path), data=str(tokens))
+    config = TrainConfig.from_fields(continue_from=str(first.path), data=str(tokens))
     second.path.mkdir()
     write_origin(config, second)
 
@@ -214,7 +214,7 @@ def test_a_tokenizer_of_token_files_is_declared_for_transformers(tmp_path):
     (tokens / "tokenizer_config.json").unlink()
     (tokens / "train-0.bin").touch()
     run_dir.path.mkdir()
-    write_origin(TrainConfig.of(data=str(tokens)), run_dir)
+    write_origin(TrainConfig.from_fields(data=str(tokens)), run_dir)
     assert copied_folder(run_dir) is None
     theirs = transformers.AutoTokenizer.from_pretrained(run_dir.origin)
     ours = Tokenizer.of(tokens)

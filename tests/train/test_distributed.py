@@ -142,13 +142,13 @@ def test_a_failed_connection_is_reported_in_one_line():
 @pytest.mark.parametrize("dp", [0, 3, 4])
 def test_a_number_of_data_ranks_that_does_not_divide_a_microbatch_is_refused(dp):
     with pytest.raises(ConfigError, match=f"`dp` is {dp}: must be") as error:
-        TrainConfig.of(batch_size=12, num_microbatches=6, dp=dp)
+        TrainConfig.from_fields(batch_size=12, num_microbatches=6, dp=dp)
     assert error.value.field == "dp"
 
 
 def test_more_ranks_than_devices_are_refused():
     with pytest.raises(ConfigError) as error:
-        TrainSetup.of(TrainConfig.of(dp=32))
+        TrainSetup.from_config(TrainConfig.from_fields(dp=32))
     assert str(error.value) == f"`dp` 32 needs 32 devices, but only {jax.device_count()} are available"
 
 
@@ -160,7 +160,7 @@ def test_more_ranks_than_one_cpu_are_refused_with_the_variable_that_simulates_th
 
 def weights_and_losses(dp: int) -> tuple[list[np.ndarray], list[float]]:
     """Trains a small model for five steps. Returns its weights and losses."""
-    config = TrainConfig.of(
+    config = TrainConfig.from_fields(
         steps=5,
         batch_size=16,
         num_microbatches=4,
@@ -170,7 +170,7 @@ def weights_and_losses(dp: int) -> tuple[list[np.ndarray], list[float]]:
         # With AdamW's default eps, rounding decides the sign of an update if the gradient is nearly zero.
         optimizer=OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=1e-2),
     )
-    setup = TrainSetup.of(config)
+    setup = TrainSetup.from_config(config)
     tokens = np.random.default_rng(0).integers(0, 64, 4000).astype(np.uint8)
     batches = Batches(tokens, batch_size=16, seq_len=16, seed=0)
     step = setup.compile_step()
@@ -250,7 +250,7 @@ def amax_history(run_dir):
     fields = json.loads((run_dir / "config.json").read_text())
     config = TrainConfig.from_dict({name: value for name, value in fields.items() if name not in ("corpus", "versions")})
     checkpoints = Checkpoints(run_dir / "checkpoints", 1)
-    _, state = checkpoints.restore_latest(TrainSetup.of(config).step.canonical.shapes())
+    _, state = checkpoints.restore_latest(TrainSetup.from_config(config).step.canonical.shapes())
     checkpoints.close()
     return jax.device_get(state.observed)
 
@@ -384,5 +384,5 @@ def test_processes_with_different_flags_are_refused(tmp_path):
 
 
 def test_process_settings_survive_the_saved_config():
-    config = TrainConfig.of(distributed=DistributedConfig(coordinator="a:1", num_processes=2, process_id=1))
+    config = TrainConfig.from_fields(distributed=DistributedConfig(coordinator="a:1", num_processes=2, process_id=1))
     assert TrainConfig.from_dict(config.to_dict()) == config

@@ -87,7 +87,7 @@ def test_the_comparison_detects_wrong_boundaries_and_weights(weights, padded, lo
 
 
 def config_of(**fields: Any) -> TrainConfig:
-    return TrainConfig.of(
+    return TrainConfig.from_fields(
         **{"batch_size": ROWS, "seq_len": S - 1, "data_documents": "separate", "model": CONFIG} | fields,
         optimizer=OptimizerConfig(clip_norm=1e9),
     )
@@ -105,7 +105,7 @@ def config_of(**fields: Any) -> TrainConfig:
     ids=lambda layout: " ".join(f"{name}={value}" for name, value in layout.items()),
 )
 def test_every_layout_has_the_loss_and_the_gradients_of_padded_rows(weights, padded, layout):
-    setup = TrainSetup.of(config_of(**layout))
+    setup = TrainSetup.from_config(config_of(**layout))
     step, state = setup.compile_step(), setup.step.init(weights[1])
     held = jax.jit(partial(_validation.loss, setup))(state, _validation.place_whole(setup, packed()))
     np.testing.assert_allclose(held, padded[0], rtol=2e-6)
@@ -127,14 +127,14 @@ def test_scanned_layers_have_the_same_loss(weights, padded):
 def test_an_attention_kernel_without_document_support_is_refused(attention):
     config = dataclasses.replace(CONFIG, attention=attention, num_kv_heads=4, qk_norm="none", compute_dtype="bfloat16")
     with pytest.raises(ConfigError) as error:
-        _validation.check_loss(TrainSetup.of(config_of(model=config)))
+        _validation.check_loss(TrainSetup.from_config(config_of(model=config)))
     assert error.value.field == "model.attention"
 
 
 @pytest.mark.parametrize(("layout", "field"), [({}, "module"), ({"pp": 2, "num_microbatches": 4}, "data_documents")])
 def test_a_model_without_document_support_is_refused(layout, field):
     with pytest.raises(ConfigError) as error:
-        _validation.check_loss(TrainSetup.of(config_of(module="tests.own:Stacked", model=None, **layout)))
+        _validation.check_loss(TrainSetup.from_config(config_of(module="tests.own:Stacked", model=None, **layout)))
     assert error.value.field == field
 
 

@@ -75,5 +75,5 @@ def test_a_pipeline_keeps_the_state_of_frozen_layers_in_stacked_arrays():
 
 @pytest.mark.long
 def test_a_run_without_frozen_parameters_has_moments_for_all():
-    setup = TrainSetup.of(config_of(num_layers=2, num_microbatches=1))
+    setup = TrainSetup.from_config(config_of(num_layers=2, num_microbatches=1))
     assert moments_of(setup, setup.init()) == leaf_names(setup.step.update.shapes)

@@ -34,7 +34,7 @@ def members(protocol):
 
 
 def setup(**changes):
-    return TrainSetup.of(TrainConfig.of(module=MODULE, batch_size=4, seq_len=16, **changes))
+    return TrainSetup.from_config(TrainConfig.from_fields(module=MODULE, batch_size=4, seq_len=16, **changes))
 
 
 def refused(make):
@@ -114,7 +114,7 @@ def test_a_hook_of_the_class_that_returns_another_type_is_refused(monkeypatch, n
     ],
 )
 def test_a_setting_with_the_name_of_a_hook_and_another_type_is_refused(hooks, message):
-    assert refused(lambda: TrainConfig.of(module=MODULE, model=SimpleNamespace(**hooks))) == message
+    assert refused(lambda: TrainConfig.from_fields(module=MODULE, model=SimpleNamespace(**hooks))) == message
 
 
 @pytest.mark.parametrize("name", ["in_fp8", "with_visible_matmuls"])

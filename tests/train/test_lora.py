@@ -75,7 +75,10 @@ def test_adapters_alone_have_moments_and_change():
 
 def test_matrices_a_have_a_gradient_of_zero_at_step_1_without_a_warning():
     warned: list[str] = []
-    setup, reporter = TrainSetup.of(config_of(num_microbatches=1, lora=LORA)), types.SimpleNamespace(warn=warned.append)
+    setup, reporter = (
+        TrainSetup.from_config(config_of(num_microbatches=1, lora=LORA)),
+        types.SimpleNamespace(warn=warned.append),
+    )
     checks = GradientChecks(setup, None, reporter, 0)  # pyright: ignore[reportArgumentType]
     checks._names = ["0/kernel_lora_a", "0/kernel_lora_b"]  # of an optimizer with unpacked arrays
     metrics: Any = types.SimpleNamespace(loss=1.0, grad_norm=0.0, grad_square_sums=[0.0, 0.0])
@@ -86,7 +89,7 @@ def test_matrices_a_have_a_gradient_of_zero_at_step_1_without_a_warning():
 
 
 def test_base_weights_are_stored_in_the_base_dtype():
-    setup = TrainSetup.of(config_of(num_microbatches=1, lora=LoRAConfig(rank=2, base_dtype="bfloat16")))
+    setup = TrainSetup.from_config(config_of(num_microbatches=1, lora=LoRAConfig(rank=2, base_dtype="bfloat16")))
     base, low = separated(setup.step.canonical.shapes().params)
     assert {leaf.dtype for leaf in jax.tree.leaves(base)} == {jnp.dtype(jnp.bfloat16)}
     assert {leaf.dtype for leaf in jax.tree.leaves(low)} == {jnp.dtype(jnp.float32)}
@@ -120,7 +123,7 @@ FP8 = {"precision": "fp8", "fp8": FP8Config(recipe="delayed", history=4)}
 
 
 def test_base_weights_are_in_fp8_and_adapters_are_not():
-    setup = TrainSetup.of(config_of(num_layers=2, **{"num_microbatches": 1, "lora": LORA} | FP8))
+    setup = TrainSetup.from_config(config_of(num_layers=2, **{"num_microbatches": 1, "lora": LORA} | FP8))
     products = setup.step.bound.loss.trace.products  # pyright: ignore[reportAttributeAccessIssue]
     reasons = {product.name.partition("#")[0]: product.kept for product in products}
     assert {reason for name, reason in reasons.items() if name.endswith("/kernel")} == {""}
@@ -151,7 +154,7 @@ def saved(path: Any, lora: LoRAConfig) -> tuple[TrainConfig, Any]:
 def continued(path: Any, config: TrainConfig, **fields: Any) -> Any:
     """Returns the canonical initial state of a run that continues from `path`."""
     config = config.changed(continue_from=str(path), run_dir=f"{path}-more", **fields)
-    setup, weights = TrainSetup.of(config), initial_weights(config)
+    setup, weights = TrainSetup.from_config(config), initial_weights(config)
     assert weights is not None
     try:
         return setup.step.canonical.of(weights.load(setup))
@@ -276,7 +279,7 @@ def test_no_weight_gradient_of_a_frozen_weight_is_computed(layout):
         fields = {"num_layers": layout.get("pp", 1), "num_microbatches": 1, "lora": LoRAConfig(rank=rank), "seq_len": 64}
         config = config_of(**fields | layout)
         wide = dataclasses.replace(config.model, d_model=256, d_ff=1024)
-        return TrainSetup.of(config.changed(model=wide)).compile_step().executable.cost_analysis()["flops"]
+        return TrainSetup.from_config(config.changed(model=wide)).compile_step().executable.cost_analysis()["flops"]
 
     # Without attention, two of the three matmuls per weight remain.
     assert flops(2) / flops(0) < 0.75

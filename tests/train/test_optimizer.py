@@ -174,7 +174,7 @@ def test_flags_and_arguments_are_passed_to_optax(settings, expected):
 
 
 def test_the_default_optimizer_has_the_program_of_adamw_with_a_cosine():
-    config = TrainConfig.of(steps=9, batch_size=4, seq_len=8, model=MODEL)
+    config = TrainConfig.from_fields(steps=9, batch_size=4, seq_len=8, model=MODEL)
 
     def adamw(matrices: Any) -> optax.GradientTransformation:
         schedule = optax.warmup_cosine_decay_schedule(3e-4, 3e-4, 0, 9, 3e-4 * 0.1)
@@ -184,7 +184,7 @@ def test_the_default_optimizer_has_the_program_of_adamw_with_a_cosine():
             optax.scale_by_learning_rate(schedule),
         )
 
-    step = TrainSetup.of(config).step
+    step = TrainSetup.from_config(config).step
     decays = {name: param.decays for name, param in step.bound.layout.params.items()}
     before = with_transform(step, adamw(decays))
     batch = jax.ShapeDtypeStruct((4, 9), jnp.int32)
@@ -265,8 +265,8 @@ def test_lion_stores_its_moment_in_bfloat16():
 def muon_parameters(**settings: Any) -> set[str]:
     """Returns the names of the parameters with a momentum of muon, without the index of the layer."""
     model = dataclasses.replace(MODEL, **settings)
-    config = TrainConfig.of(batch_size=4, seq_len=8, model=model, optimizer=OptimizerConfig(name="muon"))
-    state: Any = TrainSetup.of(config).step.state.opt_state
+    config = TrainConfig.from_fields(batch_size=4, seq_len=8, model=model, optimizer=OptimizerConfig(name="muon"))
+    state: Any = TrainSetup.from_config(config).step.state.opt_state
     names = jgraph.tree.leaf_names(state.inner_states["muon"].inner_state[0].mu)
     return {name.replace("blocks/0/", "blocks/").replace("blocks/1/", "blocks/") for name in names}
 
@@ -395,7 +395,7 @@ def config_of(name: str, steps: int = STEPS, **fields: Any) -> TrainConfig:
     # Two layers only for the two stages of a pipeline, because compilation takes most of the time.
     model = dataclasses.replace(MODEL, num_layers=fields.get("pp", 1))
     fields = {"steps": steps, "batch_size": 8, "seq_len": 16, "seed": 2, "model": model} | fields
-    return TrainConfig.of(**fields, optimizer=OptimizerConfig(name=name, **settings))
+    return TrainConfig.from_fields(**fields, optimizer=OptimizerConfig(name=name, **settings))
 
 
 @functools.cache
@@ -497,12 +497,12 @@ def test_a_default_becomes_that_of_the_optimizer_and_a_set_value_stays():
     assert (changed.beta1, changed.beta2, changed.eps, changed.weight_decay) == (0.5, 0.999, 1e-8, 1e-4)
     sgd = dataclasses.replace(tiny_preset, name="sgd")
     assert (sgd.beta1, sgd.beta2, sgd.eps, sgd.weight_decay) == (0, 0, 0, 0)
-    saved = TrainConfig.of(optimizer=sgd).to_dict()["optimizer"]
+    saved = TrainConfig.from_fields(optimizer=sgd).to_dict()["optimizer"]
     assert OptimizerConfig(**saved) == sgd
 
 
 def test_a_configuration_with_groups_is_restored_from_its_config_file(tmp_path):
-    config = TrainConfig.of(optimizer=OptimizerConfig(name="lion", args=(), groups=("*kernel:rate=0.5",)))
+    config = TrainConfig.from_fields(optimizer=OptimizerConfig(name="lion", args=(), groups=("*kernel:rate=0.5",)))
     run_dir = RunDir(tmp_path)
     run_dir.write(config, {}, {})
     assert run_dir.saved_config(field="run").optimizer == config.optimizer

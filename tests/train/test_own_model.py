@@ -211,7 +211,7 @@ def test_an_invalid_module_name_is_not_suggested_as_a_flag(stranger, capsys, mod
 
 
 def test_a_run_of_a_built_in_model_refuses_another_module(tmp_path, capsys):
-    config = TrainConfig.of(run_dir=str(tmp_path / "run"))
+    config = TrainConfig.from_fields(run_dir=str(tmp_path / "run"))
     RunDir(tmp_path / "run").write(config, {}, {})
     assert sample.main([str(tmp_path / "run"), "--prompt", "x", "--model.module", "tests.unimportable:GPT"]) == 2
     assert "--model.module is tests.unimportable:GPT: must be jgraph_models.gpt:GPT" in capsys.readouterr().err

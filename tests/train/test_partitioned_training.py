@@ -31,7 +31,7 @@ ONE_ROW = {"tp": 2, "num_microbatches": 8}
 def config(model: dict[str, Any] | None = None, **fields: Any) -> TrainConfig:
     """Returns a configuration of `STEPS` steps. `model` overrides settings of the model."""
     fields = {"steps": STEPS, "batch_size": 8, "seq_len": 16, "seed": 2} | fields
-    return TrainConfig.of(**fields, model=dataclasses.replace(MODEL, **model or {}), optimizer=OPTIMIZER)
+    return TrainConfig.from_fields(**fields, model=dataclasses.replace(MODEL, **model or {}), optimizer=OPTIMIZER)
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def test_twenty_steps_of_other_layouts_equal_one_device(fields):
 @pytest.mark.long
 @pytest.mark.parametrize(("fields", "axes"), [({}, {"0"}), (ONE_ROW, {"1"})], ids=["rows", "tokens"])
 def test_activations_are_gathered_along_rows_or_else_along_tokens(fields, axes):
-    setup = TrainSetup.of(config({"scan_layers": True}, **{"tp": 2} | fields))
+    setup = TrainSetup.from_config(config({"scan_layers": True}, **{"tp": 2} | fields))
     hlo = setup.compile_step().executable.as_text()
     # Gathered arrays with fewer axes are parameters.
     found = re.findall(r"= \w+\[\d+,\d+,[\d,]+\][^=]* all-gather(?:-start)?\(.*?dimensions=\{(\d)\}", hlo)
@@ -111,7 +111,7 @@ def test_sequences_in_turns_have_the_results_of_one_device(model, fields):
 
 def exchanges(model: dict[str, Any], **fields: Any) -> int:
     """Returns the number of permutes in a step of one layer."""
-    setup = TrainSetup.of(config({"num_layers": 1} | model, **{"tp": 2} | fields))
+    setup = TrainSetup.from_config(config({"num_layers": 1} | model, **{"tp": 2} | fields))
     return setup.step.lower(setup.batch()).as_text().count("collective_permute")
 
 
@@ -137,7 +137,7 @@ def test_auto_takes_turns_with_large_matmuls_only(monkeypatch):
 @pytest.mark.parametrize("fields", [{"lora": LoRAConfig(rank=2)}, {"precision": "fp8"}], ids=["lora", "fp8"])
 def test_turns_are_refused_where_matmuls_are_replaced(fields):
     with pytest.raises(ConfigError, match=r"`model\.tensor_overlap` is turns: must be auto or none in FP8 and with LoRA"):
-        TrainSetup.of(config(TURNS, tp=2, **fields))
+        TrainSetup.from_config(config(TURNS, tp=2, **fields))
 
 
 @pytest.mark.parametrize("fields", [{"scan_layers": True}, {"moe": MoEConfig(num_experts=4)}], ids=["scanned", "experts"])
@@ -253,7 +253,7 @@ def test_bfloat16_has_nearly_the_losses_of_one_device():
 )
 def test_a_layout_that_is_not_supported_is_refused_in_one_line(fields, field, message):
     with pytest.raises(JgraphError) as error:
-        TrainSetup.of(config(**fields))
+        TrainSetup.from_config(config(**fields))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     if field:
@@ -271,12 +271,12 @@ def test_a_layout_that_is_not_supported_is_refused_in_one_line(fields, field, me
 def test_a_model_without_support_is_refused_in_one_line(name, message):
     module = "tests.own:Bare"
     with pytest.raises(ConfigError) as error:
-        TrainSetup.of(TrainConfig.of(module=module, batch_size=4, seq_len=16, **{name: 2}))
+        TrainSetup.from_config(TrainConfig.from_fields(module=module, batch_size=4, seq_len=16, **{name: 2}))
     assert (str(error.value), error.value.field) == (message.format(module=module), name)
 
 
 def test_a_pipeline_of_a_model_without_rules_is_refused_in_one_line():
     with pytest.raises(ConfigError) as error:
-        TrainSetup.of(TrainConfig.of(module="tests.own:Stacked", batch_size=8, seq_len=16, tp=2, **PIPELINE))
+        TrainSetup.from_config(TrainConfig.from_fields(module="tests.own:Stacked", batch_size=8, seq_len=16, tp=2, **PIPELINE))
     message = "`tp` is 2: must be 1 in a pipeline for tests.own:Stacked, which has no tensor_rules(config)"
     assert (str(error.value), error.value.field) == (message, "tp")

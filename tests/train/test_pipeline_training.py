@@ -37,7 +37,7 @@ class Unsplit(GPT):
 
 
 def config_of(*, num_layers: int = 5, head: Any = "tied", module: str = "jgraph_models.gpt:GPT", **fields: Any) -> TrainConfig:
-    return TrainConfig.of(
+    return TrainConfig.from_fields(
         **{"steps": 5, "batch_size": 8, "num_microbatches": MICROBATCHES, "seq_len": 16} | fields,
         module=module,
         model=GPTConfig(
@@ -90,7 +90,7 @@ def initial_state(setup: TrainSetup) -> TrainState:
 
 def trained(config: TrainConfig, batch: Callable[[np.ndarray], Any] = np.asarray) -> Trained:
     """Trains for all steps. `batch` makes a batch of tokens [B, S]."""
-    setup, batches = TrainSetup.of(config), batches_of(config)
+    setup, batches = TrainSetup.from_config(config), batches_of(config)
     # compile_step also checks that every leaf of the state is updated in place.
     step = setup.compile_step()
     state, losses, grad_norms = initial_state(setup), [], []
@@ -132,7 +132,7 @@ def assert_evaluated_as(ours: Trained, theirs: Trained):
 
 
 def staged(config: TrainConfig) -> tuple[TrainSetup, BoundPipeline]:
-    setup = TrainSetup.of(config)
+    setup = TrainSetup.from_config(config)
     assert isinstance(setup.step.bound, BoundPipeline)
     return setup, setup.step.bound
 
@@ -142,7 +142,7 @@ def staged(config: TrainConfig) -> tuple[TrainSetup, BoundPipeline]:
 
 @pytest.mark.parametrize("layout", [{"fsdp": 2, "dp": 2}, {"tp": 2, "cp": 2}, {"pp": 2, "chunks": 2}], ids=str)
 def test_the_initial_state_of_every_layout_has_the_weights_of_one_device(layout):
-    setup = TrainSetup.of(config_of(num_layers=4, num_microbatches=2, **layout))
+    setup = TrainSetup.from_config(config_of(num_layers=4, num_microbatches=2, **layout))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), setup.init(), initial_state(setup))
 
 
@@ -251,7 +251,7 @@ def test_auto_tries_one_chunk_if_there_are_too_few_layers_for_two():
 
 @pytest.mark.once
 def test_auto_with_the_dispatch_engine_times_the_loss(short_measurements):
-    setup = TrainSetup.of(config_of(pp=2, schedule="auto", pp_engine="dispatch", num_layers=2))
+    setup = TrainSetup.from_config(config_of(pp=2, schedule="auto", pp_engine="dispatch", num_layers=2))
     assert isinstance(setup.step.bound, BoundPipeline)
     assert setup.step.bound.engine == "dispatch"
     _, bound = staged(config_of(pp=2, num_layers=2))
@@ -264,7 +264,7 @@ def test_auto_with_the_dispatch_engine_times_the_loss(short_measurements):
 
 def refused(error: type[Exception], message: str, **fields: Any) -> Exception:
     with pytest.raises(error, match=message) as info:
-        TrainSetup.of(config_of(**fields))
+        TrainSetup.from_config(config_of(**fields))
     assert len(str(info.value).splitlines()) == 1
     return info.value
 
@@ -369,4 +369,4 @@ def test_a_run_prints_its_pipeline_and_resumes_with_the_same_losses(tmp_path: Pa
 )
 def test_a_field_without_effect_is_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
-        TrainConfig.of(**fields)
+        TrainConfig.from_fields(**fields)

@@ -37,7 +37,7 @@ def window(run_dir):
     """Returns the amax history of the newest checkpoint as [H, S, 3]."""
     saved = SavedRun(run_dir, None)
     try:
-        like = TrainSetup.of(saved.config).step.canonical.shapes()
+        like = TrainSetup.from_config(saved.config).step.canonical.shapes()
         return np.asarray(saved.place(observed=like.observed)["observed"].window)
     finally:
         saved.close()
@@ -87,7 +87,7 @@ def test_an_fp8_run_is_evaluated_in_the_dtype_of_the_model(tmp_path):
     run = train(tmp_path / "run", *DELAYED)
     assert evaluate.main([str(tmp_path / "run"), "--json", str(tmp_path / "result.json")]) == 0
     assert json.loads((tmp_path / "result.json").read_text())["loss"] == pytest.approx(run[-1][1], rel=1e-6)
-    setup = TrainSetup.of(TrainConfig.of(precision="fp8", fp8=FP8Config(recipe="delayed")))
+    setup = TrainSetup.from_config(TrainConfig.from_fields(precision="fp8", fp8=FP8Config(recipe="delayed")))
     batch = batch_shapes(setup.config.input, 1)
     text = str(jax.make_jaxpr(lambda state, batch: _validation.loss(setup, state, batch))(setup.step.state, batch))
     assert "bf16" in text

@@ -42,7 +42,7 @@ def config_on(mesh: str) -> TrainConfig:
 @functools.cache
 def compiled(mesh: str) -> tuple[TrainSetup, Any]:
     config = config_on(mesh)
-    setup = TrainSetup.of(config)
+    setup = TrainSetup.from_config(config)
     return setup, setup.compile_step()
 
 
@@ -116,7 +116,9 @@ def test_a_checkpoint_resumes_on_the_same_mesh_bit_for_bit(saved, mesh):
 
 @pytest.mark.parametrize("fields", [{"fsdp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"pp": 4, "chunks": 2}])
 def test_conversion_to_the_canonical_state_and_back_keeps_every_bit(fields):
-    setup = TrainSetup.of(config_of(num_layers=1 + fields.get("pp", 1) * fields.get("chunks", 1), num_microbatches=2, **fields))
+    setup = TrainSetup.from_config(
+        config_of(num_layers=1 + fields.get("pp", 1) * fields.get("chunks", 1), num_microbatches=2, **fields)
+    )
     shapes = setup.step.canonical.shapes()
     ranks = setup.step.num_devices // fields.get("dp", 1)
     # No device holds more than its share.
@@ -144,7 +146,7 @@ def assert_sharding(leaf: jax.Array, sharding: jax.sharding.Sharding):
 
 def test_another_model_is_refused_with_the_leaves_that_differ(saved):
     config = config_on(ONE)
-    wider = TrainSetup.of(config.changed(model=dataclasses.replace(config.model, d_ff=96)))
+    wider = TrainSetup.from_config(config.changed(model=dataclasses.replace(config.model, d_ff=96)))
     message = (
         r"does not fit this run: \.params\['blocks'\]\[0\]\['mlp'\]\['down'\].*float32\[64, 32\] in the checkpoint, float32\[96"
     )

@@ -216,16 +216,16 @@ def resumed_rate(run_dir):
     """Returns a function that resumes a run of 200 steps after step 4. It returns the learning rate by step."""
 
     def resume(steps: int, **fields):
-        config = run_dir.resumed(TrainConfig.of(steps=steps, optimizer=OptimizerConfig(**fields)))
+        config = run_dir.resumed(TrainConfig.from_fields(steps=steps, optimizer=OptimizerConfig(**fields)))
         run_dir.check(config, FINGERPRINT)
         run_dir.write(config, CORPUS, {})
         return learning_rate(config.optimizer, config.steps)
 
-    run_dir.write(TrainConfig.of(steps=200), CORPUS, {})
+    run_dir.write(TrainConfig.from_fields(steps=200), CORPUS, {})
     return resume
 
 
-RATE = learning_rate(TrainConfig.of(steps=200).optimizer, 200)
+RATE = learning_rate(TrainConfig.from_fields(steps=200).optimizer, 200)
 
 
 def assert_rate(rate, expected, steps=(0, 19, 20, 150, 200, 300, 390, 400)):
@@ -282,7 +282,7 @@ def test_a_run_can_be_shortened_but_not_below_its_completed_steps(resumed_rate):
 
 @pytest.mark.parametrize(("warmup", "fewest"), [(20, 20), (0, 4)], ids=["warmup", "done"])
 def test_a_run_can_be_shortened_to_its_warmup_and_its_completed_steps(run_dir, resumed_rate, warmup, fewest):
-    saved = TrainConfig.of(steps=200, optimizer=OptimizerConfig(warmup_steps=warmup))
+    saved = TrainConfig.from_fields(steps=200, optimizer=OptimizerConfig(warmup_steps=warmup))
     run_dir.write(saved, CORPUS, {})
     with pytest.raises(ConfigError, match=f"`steps` is {fewest - 1} and was 200"):
         resumed_rate(fewest - 1, extend="constant")

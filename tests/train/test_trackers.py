@@ -119,5 +119,5 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_run_starts(tmp_pa
 
 def test_an_unknown_tracker_is_refused():
     with pytest.raises(ConfigError) as error:
-        TrainConfig.of(log=("comet",))  # pyright: ignore[reportArgumentType]
+        TrainConfig.from_fields(log=("comet",))  # pyright: ignore[reportArgumentType]
     assert error.value.field == "log"

@@ -93,7 +93,9 @@ def test_without_a_limit_no_thread_is_started(reports):
 
 def message(run_dir, capture=None, **fields) -> str:
     program = SimpleNamespace(as_text=lambda: PROGRAM, capture=capture)
-    return hang_message(Wait(lambda: "steps 4 to 6", program), TrainConfig.of(hang_seconds=3, **fields), RunDir(run_dir))
+    return hang_message(
+        Wait(lambda: "steps 4 to 6", program), TrainConfig.from_fields(hang_seconds=3, **fields), RunDir(run_dir)
+    )
 
 
 def test_a_message_names_steps_seconds_collectives_and_their_devices(tmp_path):
@@ -125,4 +127,4 @@ def test_a_message_omits_a_program_text_that_is_not_available(tmp_path):
         raise RuntimeError
 
     wait = Wait(lambda: "step 1", SimpleNamespace(as_text=broken, capture=None))
-    assert "step 1 did not finish" in hang_message(wait, TrainConfig.of(hang_seconds=3), RunDir(tmp_path))
+    assert "step 1 did not finish" in hang_message(wait, TrainConfig.from_fields(hang_seconds=3), RunDir(tmp_path))

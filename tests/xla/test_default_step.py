@@ -22,7 +22,7 @@ def config_of(preset, **changes):
 
 def compile_step(config, graph="auto", num_microbatches=1):
     """Returns the compiled training step, its capture report and the state's shapes, with the preset's XLA options."""
-    setup = TrainSetup.of(config.changed(graph=graph, num_microbatches=num_microbatches))
+    setup = TrainSetup.from_config(config.changed(graph=graph, num_microbatches=num_microbatches))
     options = compiler_options(graph, config.compile.xla_options, platform="gpu")
     state, tokens_BS = (setup.step.state, setup.batch())
     compiled, report = aot.compile_for(setup.step.jitted(), state, tokens_BS, compiler_options=options)
