@@ -189,8 +189,7 @@ class _Run:
         step = setup.compile_step()
         if jax.default_backend() == "cpu" and step.memory is not None:
             # Linux lets a CPU device allocate more memory than there is, and kills the process later.
-            devices = setup.step.num_devices // jax.process_count()
-            _check_memory(setup.config.input, devices * step.memory.total, "a step")
+            _check_memory(setup.config.input, step.memory.total * (setup.step.num_devices // jax.process_count()), "a step")
         if chosen := known(setup.step.bound.xla_options, jax.default_backend()):
             self.reporter.line(f"XLA options chosen for this step: {' '.join(chosen)}")
         if step.capture is not None:

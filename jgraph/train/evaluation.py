@@ -80,9 +80,7 @@ def evaluate(
 def _settings(config: TrainConfig) -> dict[str, Any]:
     """Returns the settings of a run that its evaluation uses. FP8 is not one of them, but a model for FP8 is."""
     fields = config.to_dict()
-    model = config.model
-    if config.is_fp8:
-        model = config.hooks.in_fp8(model)
+    model = config.hooks.in_fp8(config.model) if config.is_fp8 else config.model
     return {name: fields[name] for name in _SETTINGS.split()} | {"lora": config.lora, "model": model}
 
 
