@@ -13,7 +13,7 @@ from jgraph.profile._categories import CATEGORIES, Purpose, purposes, scope_of
 from jgraph.profile._steps import find_steps, name_captured, programs_of
 from jgraph.profile.program import Program
 from jgraph.profile.trace import Events, Trace, owners, steps
-from jgraph.xla.hlo import COLLECTIVES, Instruction, Op, operations
+from jgraph.xla.hlo import COLLECTIVES, Instruction, source_of
 from jgraph.xla.launches import launches_of
 
 _COMMUNICATION = frozenset(COLLECTIVES.values())
@@ -72,12 +72,14 @@ class Step:
     @cached_property
     def sources(self) -> tuple[str, ...]:
         """The source line of each event as `file:line`, empty if unknown."""
-        return self._describe(lambda program, instruction: _first(op.source for op in _parts(program, instruction)))
+        return self._describe(
+            lambda program, instruction: _first(source_of(program, part) for part in _parts(program, instruction))
+        )
 
     @cached_property
     def scopes(self) -> tuple[str, ...]:
         """The path of named scopes of each event, such as `decoder/layer`. Empty outside of scopes."""
-        names = self._describe(lambda program, instruction: _first(op.name for op in _parts(program, instruction)))
+        names = self._describe(lambda program, instruction: _first(part.op_name for part in _parts(program, instruction)))
         return tuple(scope_of(name or given) for name, given in zip(names, self.events.scopes, strict=True))
 
     def _describe(self, describe: Callable[[Program, Instruction], str]) -> tuple[str, ...]:
@@ -90,11 +92,10 @@ class Step:
         return tuple(found.get(event, "") for event in events)
 
 
-def _parts(program: Program, instruction: Instruction) -> list[Op]:
+def _parts(program: Program, instruction: Instruction) -> list[Instruction]:
     """Returns an instruction and those inside it. The root of a fusion, which determines its purpose, is the second."""
     first, *inner = program.inside(instruction)
-    names = [part.name for part in reversed(inner) if part.opcode not in ("parameter", "constant")]
-    return list(operations(program, [first.name, *names]).values())
+    return [first, *(part for part in reversed(inner) if part.opcode not in ("parameter", "constant"))]
 
 
 def _first(texts: Iterable[str]) -> str:

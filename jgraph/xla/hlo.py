@@ -236,11 +236,11 @@ class Op:
 def operations(module: HloModule, instructions: Collection[str]) -> dict[str, Op]:
     """Looks up JAX's name and the source line of instructions, by name. Leaves out names that the program does not have."""
     found = {name: module.instructions[name] for name in instructions if name in module.instructions}
-    return {name: Op(name, found[name].op_name, _source(module, found[name]), found[name].target) for name in found}
+    return {name: Op(name, found[name].op_name, source_of(module, found[name]), found[name].target) for name in found}
 
 
-def _source(module: HloModule, instruction: Instruction) -> str:
-    """Returns the innermost call in the user's code, otherwise in this package, otherwise in a library."""
+def source_of(module: HloModule, instruction: Instruction) -> str:
+    """Returns `file:line` of the innermost call in the user's code, otherwise in this package, otherwise in a library."""
     calls = [(Path(file), line) for file, line in module.calls(instruction)]
     if not calls:
         return ""
