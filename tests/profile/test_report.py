@@ -249,38 +249,31 @@ def test_a_truncated_or_damaged_program_text_is_refused(recorded, tmp_path, dama
         report.of_trace(recorded("one") / "uncaptured", program=program, steps=2)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param((), id="one device"),
-        pytest.param(
-            ("--pp", "2", "--num-microbatches", "2", "--model.num-layers", "2"), id="pipeline", marks=pytest.mark.once
-        ),
-    ],
-)
-def test_a_run_records_a_profile_and_continues(flags, tmp_path, capsys):
-    assert tiny.train(tmp_path / "run", "--steps", "8", "--profile", "2:4", *flags) == 0
-    assert "profile of steps 3 to 4" in capsys.readouterr().out
-    written = tmp_path / "run" / "profile"
+def assert_profiled(run_dir, printed, pools):
+    assert "profile of steps 3 to 4" in printed
+    written = run_dir / "profile"
     profile = json.loads((written / "profile.json").read_text())
     check(profile)
-    pools = {"parameters", "optimizer", "main_grad"} | (
-        {"residuals to dgrad", "residuals to wgrad", "stash"} if "--pp" in flags else set()
-    )
-    assert pools <= set(profile["memory"]["pools"])
+    assert {"parameters", "optimizer", "main_grad"} | pools <= set(profile["memory"]["pools"])
     assert (written / "profile.html").stat().st_size > 0
     before = (written / "profile.json").read_text()
-    assert main([str(tmp_path / "run")]) == 0
+    assert main([str(run_dir)]) == 0
     assert (written / "profile.json").read_text() == before
-    assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == [1, 2, 5, 6, 7, 8]
+    assert [entry["step"] for entry in tiny.entries(run_dir)] == [1, 2, 5, 6, 7, 8]
+
+
+def test_a_run_records_a_profile_and_continues_with_the_same_losses(tmp_path, capsys):
+    assert tiny.train(tmp_path / "run", "--steps", "8", "--profile", "2:4") == 0
+    assert_profiled(tmp_path / "run", capsys.readouterr().out, set())
+    assert tiny.train(tmp_path / "plain", "--steps", "8") == 0
+    assert tiny.losses(tmp_path / "run") == [entry for entry in tiny.losses(tmp_path / "plain") if entry[0] not in (3, 4)]
 
 
 @pytest.mark.once
-def test_a_profiled_run_has_the_same_losses(tmp_path):
-    assert tiny.train(tmp_path / "a", "--steps", "7") == 0
-    assert tiny.train(tmp_path / "b", "--steps", "7", "--profile", "1:3") == 0
-    plain, profiled = tiny.losses(tmp_path / "a"), tiny.losses(tmp_path / "b")
-    assert profiled == [entry for entry in plain if entry[0] not in (2, 3)]
+def test_a_pipelined_run_records_a_profile_and_continues(tmp_path, capsys):
+    flags = ("--pp", "2", "--num-microbatches", "2", "--model.num-layers", "2")
+    assert tiny.train(tmp_path / "run", "--steps", "8", "--profile", "2:4", *flags) == 0
+    assert_profiled(tmp_path / "run", capsys.readouterr().out, {"residuals to dgrad", "residuals to wgrad", "stash"})
 
 
 @pytest.mark.parametrize("window", ["3", "3:", "5:3", "a:b", "-1:2", "8:10"])
