@@ -51,7 +51,8 @@ def test_a_pipeline_allocates_its_pools_without_initializing_them_and_uses_at_mo
     one = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in (("up", (D, F)), ("down", (F, D)))}
     pipe, inputs = pipeline_for_h200(parts, name, ({}, [one] * 4)), jax.ShapeDtypeStruct((4, N, D), jnp.bfloat16)
     compiled = compile_pipeline(pipe, inputs)
-    assert 'custom_call_target="AllocateBuffer"' in (compiled.as_text() or "")
+    # One is the result of a tick without an action. Each of the five pools has at least one array.
+    assert (compiled.as_text() or "").count('custom_call_target="AllocateBuffer"') > 5
     memory: Any = compiled.memory_analysis()
     predicted = sum(bytes_per_rank(pipe, inputs).values())
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 1.1 * predicted

@@ -56,9 +56,9 @@ def step_of(name: str, capacity: int, num_microbatches: int = 1) -> TrainStep:
     return train_step(partial(loss, capacity=capacity), elementwise(optax.adam(1e-2)), strategy(name), **given)
 
 
-def run(step: TrainStep, state: TrainState, rows: list):
+def run(step: TrainStep, state: TrainState, rows: list, compiled=None):
     """Runs one step per batch in `rows`. Returns the final state and the metrics of all steps."""
-    compiled, found = step.compile(rows[0]), []
+    compiled, found = compiled or step.compile(rows[0]), []
     for batch in rows:
         state, metrics = compiled(state, step.place(batch))
         found.append(metrics)
@@ -76,18 +76,19 @@ def canonical(step, state):
 
 def check_replay(small: TrainStep, large: TrainStep, rows: list, params, carried):
     """Checks that a run with `small` halts at PLANTED, and that `large` then continues like a run without a halt."""
-    expected, curve = run(large, large.init(params, carried), rows)
+    with_large, with_small = (partial(run, step, compiled=step.compile(rows[0])) for step in (large, small))
+    expected, curve = with_large(large.init(params, carried), rows)
     assert [int(metrics.halted) for metrics in curve] == [0] * STEPS
-    good, _ = run(small, small.init(params, carried), rows[: PLANTED - 1])
+    good, _ = with_small(small.init(params, carried), rows[: PLANTED - 1])
     good = canonical(small, good)
     # Like a host that reads the metrics late. The steps after the halted step would fit.
-    state, begun = run(small, small.init(params, carried), rows)
+    state, begun = with_small(small.init(params, carried), rows)
     assert [int(metrics.halted) for metrics in begun] == [0] * (PLANTED - 1) + [NEEDED] * (STEPS - PLANTED + 1)
     assert (int(state.step), int(state.skipped)) == (PLANTED - 1, 0)
     assert np.max(state.carried["overflow"]) == NEEDED
     state = small.resumed(state)
     assert_same(canonical(small, state), good)
-    state, rest = run(large, state, rows[int(state.step) :])
+    state, rest = with_large(state, rows[int(state.step) :])
     assert_same([metrics.loss for metrics in (*begun[: PLANTED - 1], *rest)], [metrics.loss for metrics in curve])
     assert_same(canonical(large, state), canonical(large, expected))
 
