@@ -57,7 +57,7 @@ def batch():
 
 run, state = step.compile(batch()), step.init(make_params)
 print(step, schedule.name, f"{schedule.num_ticks} ticks")
-for i in range(401):
+for i in range(101):
     state, metrics = run(state, step.place(batch()))
-    if i % 100 == 0:
+    if i % 25 == 0:
         print(f"step {i}: loss {float(metrics.loss):.4f}")
