@@ -1,13 +1,16 @@
 """Runs the benchmarks at tiny sizes on CPU devices, from the candidate processes to the tables."""
 
+import contextlib
 import copy
 import dataclasses
 import importlib.util
+import io
 import json
 import re
 from itertools import count
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -26,12 +29,14 @@ from benchmarks import (
     rows,
     runner,
     single_gpu,
+    split_backward,
     tensor_context,
     works,
 )
 from benchmarks.compare import read
 from benchmarks.peers import plain_jax, plain_jax_decode
 from benchmarks.peers.te_variant import TEVariant, is_te, parse_sharded_variant, parse_variant
+from benchmarks.programs.models import gpt_blocks
 from benchmarks.rows import step_flops, unknown_keys
 from benchmarks.turns import Candidate, TimingOptions, race
 from jgraph.train.presets import preset
@@ -191,36 +196,46 @@ def test_a_pytorch_schedule_is_timed_on_the_same_work(run, tmp_path):
 def run_fsdp(tmp_path, monkeypatch):
     """Returns a function that runs the fsdp benchmark, stores results in `tmp_path` and returns the exit code."""
     monkeypatch.setattr(runner, "RESULTS", tmp_path)
-
-    def run(*flags: str, work: str = "gpt-1b3") -> int:
-        return cli.main(["run", "fsdp", "--work", work, "--sizes", "tiny", "--ranks", "2", *SHORT, *flags])
-
-    return run
+    return fsdp_on_two
 
 
-def test_a_sharded_step_is_timed_with_a_step_on_one_device(run_fsdp, tmp_path, capsys):
-    assert run_fsdp("--plain", "--peers") == 0
-    sharded, alone = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
+def fsdp_on_two(*flags: str, work: str = "gpt-1b3") -> int:
+    return cli.main(["run", "fsdp", "--work", work, "--sizes", "tiny", "--ranks", "2", *SHORT, *flags])
+
+
+PLAIN = ("same", "stock tuned nnx flatten off")
+
+
+@pytest.fixture(scope="module")
+def timed_fsdp(tmp_path_factory):
+    """Returns the rows of jgraph on two devices, on one and of plain JAX, and the printed page."""
+    out = tmp_path_factory.mktemp("fsdp")
+    with contextlib.redirect_stdout(io.StringIO()) as page:
+        assert fsdp_on_two("--peers", "--plain", *PLAIN, "--out", str(out)) == 0
+    return json.loads((out / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"], page.getvalue()
+
+
+def test_a_sharded_step_is_timed_with_a_step_on_one_device(timed_fsdp):
+    (sharded, alone, *_), page = timed_fsdp
     assert (alone["system"], sharded["system"]) == ("one GPU", "jgraph")
     assert (alone["device"], sharded["device"]) == ("1 x cpu", "2 x cpu")
     assert sharded["ms"] > 0
     assert sharded["skipped"] == 0
     # Each of two devices holds half of the float32 parameters and moments.
     assert sharded["argument_bytes"] == pytest.approx(alone["argument_bytes"] / 2, rel=0.05)
-    assert "\n| jgraph | " in capsys.readouterr().out
+    assert "\n| jgraph | " in page
 
 
-def test_plain_jax_with_sharded_state_has_the_loss_and_the_memory_of_jgraph(run_fsdp, tmp_path, capsys):
-    assert run_fsdp("--peers", "--one-gpu", "no", "--plain", "same", "stock tuned", "same nnx flatten off") == 0
-    ours, *plain = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
-    assert [row["variant"] for row in plain] == ["same", "stock tuned", "same nnx flatten off"]
+def test_plain_jax_with_sharded_state_has_the_loss_and_the_memory_of_jgraph(timed_fsdp):
+    (ours, _, *plain), page = timed_fsdp
+    assert tuple(row["variant"] for row in plain) == PLAIN
     for row in plain:
         assert row["device"] == "2 x cpu"
         assert row["loss"] == pytest.approx(ours["loss"], abs=1e-6)
         # Each device holds half of the parameters and moments, and updates them in place.
         assert row["argument_bytes"] == pytest.approx(ours["argument_bytes"], rel=0.05)
         assert row["alias_bytes"] == pytest.approx(row["argument_bytes"], rel=0.05)
-    assert " | jax / row | " in capsys.readouterr().out
+    assert " | jax / row | " in page
 
 
 def test_the_loop_of_the_readme_is_compared_with_plain_jax(tmp_path):
@@ -247,13 +262,13 @@ def test_words_of_a_plain_jax_variant_combine_and_unknown_words_are_refused():
 
 
 def test_a_soak_stores_memory_growth_and_compares_losses_with_graph_auto(run_fsdp, tmp_path, capsys):
-    assert run_fsdp("--soak", "3", "--variant", "layout=pp graph=full") == 0
+    assert run_fsdp("--soak", "3", "--variant", "graph=full") == 0
     page = capsys.readouterr().out
     assert "| 3 of 3 |" in page
     assert "losses bitwise equal to graph auto" in page
     works = json.loads((tmp_path / "soaks.json").read_text())["works"]
-    (row,) = works["fsdp gpt-1b3, layout=pp graph=full, graph full"]["rows"]
-    assert (row["variant"], row["done"], row["skipped"], row["first_differs"]) == ("layout=pp graph=full", 3, 0, None)
+    (row,) = works["fsdp gpt-1b3, graph=full, graph full"]["rows"]
+    assert (row["variant"], row["done"], row["skipped"], row["first_differs"]) == ("graph=full", 3, 0, None)
     assert row["slowest_ms"] >= row["ms"] > 0
     assert row["host_bytes"] > 0
 
@@ -327,7 +342,7 @@ def test_a_variant_sets_jgraph_settings_and_xla_options():
         1.75,
     )
     assert works.vary(config, "layout=tp tensor_overlap=none").model.tensor_overlap == "none"
-    for axis in ("tp", "cp"):
+    for axis in ("tp", "cp", "pp"):
         split = works.vary(config, f"layout={axis}").parallel
         assert (getattr(split, axis), split.fsdp) == (config.parallel.fsdp, 1)
     decoupled = works.vary(config, "grads=bfloat16")
@@ -521,10 +536,27 @@ def write_runs(folder, **losses):
     return [f"{name}={folder / name}" for name in losses]
 
 
-def test_the_split_backward_is_timed_with_jax_vjp(run_here):
+def test_the_split_backward_is_timed_with_jax_vjp(run_here, monkeypatch):
+    monkeypatch.setattr(split_backward, "VARIANTS", ("jax.vjp, one program", "split, three programs"))
     (result,) = run_here("split_backward", "--sizes", "tiny", *SHORT).values()
-    assert {row["system"] for row in result["rows"]} == {"jax", "jgraph"}
+    assert [row["system"] for row in result["rows"]] == ["jax", "jgraph"]
     assert all(row["ms"] > 0 and len(row["repeats_ms"]) == 2 for row in result["rows"])
+
+
+def test_all_variants_of_the_split_backward_add_the_gradient():
+    stage, (params,), x, dy = gpt_blocks(split_backward.SIZES["tiny"]["tiny"] | {"num_blocks": 1})
+
+    @jax.jit
+    @jax.grad
+    def gradient(params):
+        return jnp.vdot(stage(params, x).astype(jnp.float32), dy.astype(jnp.float32))
+
+    expected = jax.tree.leaves(gradient(params))
+    for variant in split_backward.VARIANTS:
+        accumulate = split_backward.program(variant, stage, params, x, dy)
+        found = jax.tree.leaves(accumulate(jax.tree.map(lambda leaf: jnp.ones(leaf.shape, jnp.float32), params)))
+        for total, of_leaf in zip(found, expected, strict=True):  # bfloat16 has 8 bits
+            np.testing.assert_allclose(total - 1, of_leaf, atol=0.02 * np.abs(of_leaf).max(), err_msg=variant)
 
 
 def test_generation_is_timed_with_a_pytorch_loop(run_here):
@@ -535,8 +567,8 @@ def test_generation_is_timed_with_a_pytorch_loop(run_here):
 
 
 def test_generation_is_timed_with_plain_jax(run_here):
-    (result,) = run_here("decode", "--sizes", "tiny", "--models", "llama-1b3", "--peers", *SHORT).values()
-    assert [(row["system"], row["variant"]) for row in result["rows"]] == [("jgraph", ""), ("jax", "scan"), ("jax", "loop")]
+    (result,) = run_here("decode", "--sizes", "tiny", "--models", "llama-1b3", "--peers", "--plain", "scan", *SHORT).values()
+    assert [(row["system"], row["variant"]) for row in result["rows"]] == [("jgraph", ""), ("jax", "scan")]
     assert all(row["ms"] > 0 for row in result["rows"])
 
 
