@@ -31,7 +31,7 @@ def compile_step(config, graph="auto", num_microbatches=1):
 
 CASES = {
     "two layers of launch-bound": config_of("launch-bound", num_layers=2),
-    "one layer of gpt-124m": config_of("gpt-124m", num_layers=1),
+    "two layers of gpt-124m": config_of("gpt-124m", num_layers=2),
     "swiglu, untied, grouped queries": config_of("cpu-tiny", mlp="swiglu", head="untied", num_kv_heads=2, num_layers=1),
 }
 
