@@ -4,7 +4,7 @@
 - A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `rms_norm`, `scope`,
   `BATCH_AXES`; with experts: `MoE`, `MoEConfig`, `grouped_dot`.
 - Fine-tuning: `lora`, `AdaptedModel`; `lm_eval_model` for tasks of lm-eval.
-- Checkpoints: `Checkpoints`.
+- Checkpoints: `Checkpoints`; `CanonicalLayout` converts a state.
 - Text from a model: `generate`, `stream`, `Decoder`; `load` for the model of a run or of a Hugging Face folder.
 - A backward pass in two parts: `split_backward`. Functions as CUDA graphs: `make_graphed_callables`, `Borrowed`, `fold_key`.
 - Any JAX program: `jit` checks donations, `explain` reports on a compiled program, `compare` times two in turns, `record`

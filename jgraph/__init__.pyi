@@ -9,7 +9,7 @@ from .callables import (
     fold_key as fold_key,
     make_graphed_callables as make_graphed_callables,
 )
-from .checkpoint import Checkpoints as Checkpoints
+from .checkpoint import CanonicalLayout as CanonicalLayout, Checkpoints as Checkpoints
 from .compare._compare import Comparison as Comparison, compare as compare
 from .compare._program import Program as Program
 from .errors import (
@@ -57,6 +57,7 @@ from .strategies import (
 )
 from .train.harness import lm_eval_model as lm_eval_model
 from .train.loaded import Loaded as Loaded, load as load
-from .xla.explain import Explanation as Explanation, explain as explain
+from .xla import CaptureReport as CaptureReport
+from .xla.explain import Explanation as Explanation, Memory as Memory, explain as explain
 from .xla.jit import Jitted as Jitted, jit as jit
 from .xla.options import compiler_options as compiler_options

@@ -22,7 +22,19 @@ def sources(folder: str) -> list[Path]:
 # Types that users get from exported functions, beside the exported names themselves.
 RETURNED = {
     *("TrainStep", "TrainState", "StepMetrics", "CompiledStep", "FunctionalModel", "GraphedCallables", "Graphed", "RunResult"),
-    *("FP8Function", "FP8Trace", "Loaded", "Explanation", "Comparison", "Jitted", "Split", "Tokenizer"),
+    *(
+        "FP8Function",
+        "FP8Trace",
+        "Loaded",
+        "Explanation",
+        "Memory",
+        "CaptureReport",
+        "CanonicalLayout",
+        "Comparison",
+        "Jitted",
+        "Split",
+        "Tokenizer",
+    ),
 }
 # Functions of rooms that guides import.
 OF_ROOMS = {("schedule", "generate"), ("data", "load")}

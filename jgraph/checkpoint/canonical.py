@@ -46,14 +46,22 @@ class CanonicalLayout(Generic[State]):
     mesh: Mesh | None  # None for one device
 
     def of(self, state: State) -> State:
-        """Converts a state to the canonical layout. Copies every array: `state` stays valid, and memory must hold both."""
+        """Converts a state to the canonical layout.
+
+        Args:
+            state: The state in the layout of the run. It stays valid, so memory must hold both.
+
+        Returns:
+            A state with parameters and moments in the structure of the model's own tree, for example
+            `step.canonical.of(state).params`. All its arrays are copies.
+        """
         params, moments = self._unpacks
         of_moments = None if moments is None else partial(_run, moments)
         return self._mapped(state, partial(_run, params), of_moments, lambda leaf: leaf.copy())
 
     @cached_property
     def back(self) -> Callable[[State], State]:
-        """The function that inverts `of` bit for bit, from any sharding: `layout.back(state)`. Compiled in its first call."""
+        """The function that inverts `of` bit for bit, from any sharding. Compiled in its first call."""
         # Donation would save little: few buffers have the same size in both layouts, and saving needs memory for both anyway.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.own)
         pack_moments = None if self.moments is None else self.moments.pack
@@ -64,7 +72,11 @@ class CanonicalLayout(Generic[State]):
         return lambda canonical: in_turn(back(canonical))
 
     def shapes(self) -> State:
-        """Returns shapes of the canonical state, with `spread` on a mesh: argument `like` of `Checkpoints.restore_latest`."""
+        """Returns the shapes of the canonical state, for the argument `like` of `Checkpoints.restore_latest`.
+
+        Returns:
+            A state of `jax.ShapeDtypeStruct`. On a mesh, their shardings spread every array over the devices.
+        """
         params, moments = self._unpacks
         shapes = jax.eval_shape(lambda own: self._mapped(own, params, moments, lambda leaf: leaf), self.own)
         if self.mesh is None:

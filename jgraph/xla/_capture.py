@@ -81,12 +81,19 @@ class Outside:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """Counts of the thunks of a program inside and outside command buffers (CUDA graphs). `str` formats the report."""
+    """Counts of the thunks of a program inside and outside command buffers (CUDA graphs). `str` formats the report.
+
+    Attributes:
+        command_buffers: Number of command buffers.
+        captured: Number of thunks inside command buffers.
+        total: Number of all thunks, without those that contain or group others, such as loops.
+        outside: The thunks outside, one entry per kind, reason and remedy, sorted by these. Each has `count`.
+    """
 
     command_buffers: int
     captured: int
-    total: int  # without thunks that contain or group others, such as loops
-    outside: tuple[Outside, ...] = ()  # one entry per kind, reason and remedy, sorted by these
+    total: int
+    outside: tuple[Outside, ...] = ()
 
     @property
     def holds_collectives(self) -> bool:

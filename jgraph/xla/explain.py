@@ -26,16 +26,30 @@ _GRAPH_NOTE = (
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a program on one device in bytes, as reported by XLA. `str` formats it in one line."""
+    """Memory of a program on one device in bytes, as reported by XLA. `str` formats it in one line.
 
-    arguments: int  # with donated ones
-    outputs: int  # with those in donated buffers
-    aliased: int  # outputs in donated buffers
-    temporaries: int  # peak size of the buffers that are neither arguments nor outputs
+    Attributes:
+        arguments: Size of the arguments, with donated ones.
+        outputs: Size of the results, with those in donated buffers.
+        aliased: Size of the results in donated buffers.
+        temporaries: Peak size of the buffers that are neither arguments nor results.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
 
     @classmethod
     def read(cls, compiled: jax.stages.Compiled) -> "Memory | None":
-        """Reads XLA's memory analysis of a compiled program. None if XLA does not report it."""
+        """Reads XLA's memory analysis of a compiled program.
+
+        Args:
+            compiled: The program, from `jax.jit(fn).lower(*args).compile()`.
+
+        Returns:
+            The memory, or None if XLA does not report it.
+        """
         found = compiled.memory_analysis()
         names = ("argument", "output", "alias", "temp")
         return None if found is None else cls(*(getattr(found, f"{name}_size_in_bytes") for name in names))
