@@ -166,7 +166,9 @@ def test_a_setting_may_not_change_unless_its_field_is_marked():
 
 @pytest.mark.parametrize("name", sorted(FREE - {"resume"}))
 def test_a_free_field_may_change(run_dir, name):
-    run_dir.check(config_with(name, TrainConfig()), FINGERPRINT)
+    changed = config_with(name, TrainConfig())
+    assert changed.to_dict() != TrainConfig().to_dict()
+    run_dir.check(changed, FINGERPRINT)
 
 
 @pytest.mark.parametrize("name", sorted(FIXED))
@@ -178,8 +180,11 @@ def test_a_fixed_field_may_not_change(run_dir, name):
 
 @pytest.mark.parametrize("name", ["seed", "optimizer.learning_rate", "preset"])
 def test_a_directory_without_a_checkpoint_accepts_another_configuration(run_dir, name):
+    changed = config_with(name, TrainConfig())
+    with pytest.raises(ConfigError, match=f"`{name}` is "):
+        run_dir.check(changed, FINGERPRINT)
     (run_dir.checkpoints / "4").rename(run_dir.checkpoints / "4.orbax-checkpoint-tmp")
-    run_dir.check(config_with(name, TrainConfig()), FINGERPRINT)
+    run_dir.check(changed, FINGERPRINT)
 
 
 @pytest.mark.parametrize("name", ["04", "4.orbax-checkpoint-tmp", "damaged-4", "\u0664"])
@@ -319,6 +324,8 @@ def test_a_run_of_an_earlier_version_resumes(run_dir):
         del saved["optimizer"][name]
     run_dir.config.write_text(json.dumps(saved))
     run_dir.check(TrainConfig(), FINGERPRINT)
+    with pytest.raises(ConfigError, match="`precision` is "):  # the missing fields have the values of that version
+        run_dir.check(TrainConfig.of(precision="fp8"), FINGERPRINT)
 
 
 def test_a_directory_with_the_config_file_of_another_program_is_refused(run_dir):
