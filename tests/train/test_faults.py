@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -28,28 +30,52 @@ LONG = ("--steps", "500", "--eval-every", "200", "--checkpoint-every", "40")
 SHORT = ("--steps", "12", "--eval-every", "6", "--checkpoint-every", "4")
 
 
-@pytest.mark.once
-def test_a_stopped_and_killed_run_resumes_with_the_same_losses(tmp_path):
-    # Frequent checkpoints, so that a signal may arrive during a save.
-    flags = ("--steps", "160", "--eval-every", "80", "--checkpoint-every", "5")
-    assert tiny.train(tmp_path / "whole", *flags) == 0
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    for name in ("SIGTERM", "SIGKILL", "SIGINT"):
-        done = tiny.num_lines(metrics)
-        process = tiny.start(tmp_path / "run", *flags)
-        tiny.wait_for(lambda least=done + 20: tiny.num_lines(metrics) > least, process=process)
+def train_until(name: str, run_dir: Path, *flags: str) -> int:
+    """Trains in this process, which gets a signal after 20 more log entries. Outside the run, the signal is ignored."""
+    metrics, number, ended = run_dir / "metrics.jsonl", getattr(signal, name), threading.Event()
+    least = tiny.num_lines(metrics) + 20
+
+    def send():
+        while tiny.num_lines(metrics) <= least and not ended.wait(0.002):
+            pass
         time.sleep(random.Random(name).uniform(0, 0.2))
-        process.send_signal(getattr(signal, name))
-        out, err = process.communicate(timeout=120)
+        os.kill(os.getpid(), number)
+
+    before, sender = signal.signal(number, signal.SIG_IGN), threading.Thread(target=send)
+    sender.start()
+    try:
+        return tiny.train(run_dir, *flags)
+    finally:
+        ended.set()
+        sender.join()
+        signal.signal(number, before)
+
+
+@pytest.mark.once
+def test_a_stopped_and_killed_run_resumes_with_the_same_losses(tmp_path, capsys):
+    whole = ("--steps", "160", "--eval-every", "80", "--checkpoint-every", "160")
+    assert tiny.train(tmp_path / "whole", *whole) == 0
+    flags = (*whole, "--checkpoint-every", "5")  # frequent, so that a signal may arrive during a save
+    run_dir, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+
+    def assert_stops(name):
+        capsys.readouterr()
+        assert train_until(name, run_dir, *flags) == 128 + getattr(signal, name)
+        out, err = capsys.readouterr()
         assert err == ""
-        if name == "SIGKILL":
-            continue
-        assert process.returncode == 128 + getattr(signal, name)
         assert f"stopped by {name} at step {tiny.num_lines(metrics)}" in out
-        assert (tmp_path / "run" / "checkpoints" / str(tiny.num_lines(metrics))).is_dir()
+        assert (run_dir / "checkpoints" / str(tiny.num_lines(metrics))).is_dir()
+
+    assert_stops("SIGTERM")
+    process, done = tiny.start(run_dir, *flags), tiny.num_lines(metrics)
+    tiny.wait_for(lambda: tiny.num_lines(metrics) > done + 20, process=process)
+    time.sleep(random.Random("SIGKILL").uniform(0, 0.2))
+    process.kill()
+    assert process.communicate(timeout=120)[1] == ""
+    assert_stops("SIGINT")
     assert 40 < tiny.num_lines(metrics) < 160
-    assert tiny.train(tmp_path / "run", *flags) == 0
-    assert tiny.losses(tmp_path / "run") == tiny.losses(tmp_path / "whole")
+    assert tiny.train(run_dir, *flags) == 0
+    assert tiny.losses(run_dir) == tiny.losses(tmp_path / "whole")
 
 
 @pytest.fixture(scope="module")
