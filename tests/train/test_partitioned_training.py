@@ -19,7 +19,8 @@ from jgraph_models.gpt import GPTConfig
 from tests.train.test_pipeline_training import Trained, assert_same, trained
 
 STEPS = 20
-MODEL = GPTConfig(num_layers=2, d_model=32, num_heads=4, num_kv_heads=4, d_ff=64, vocab_size=64, compute_dtype="float32")
+# One layer, because compilation takes most of the time; two in a loop.
+MODEL = GPTConfig(num_layers=1, d_model=32, num_heads=4, num_kv_heads=4, d_ff=64, vocab_size=64, compute_dtype="float32")
 # With AdamW's default eps, rounding decides the sign of an update if the gradient is nearly zero. Every step is clipped,
 # because large steps amplify rounding errors. The largest measured error is 1e-6, of a gradient norm.
 OPTIMIZER = OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=3e-3, clip_norm=0.1)
@@ -155,6 +156,7 @@ EVERYTHING = {
     "qk_norm": "head",
     "head": "untied",
     "scan_layers": True,
+    "num_layers": 2,
 }
 
 
@@ -184,9 +186,9 @@ SEPARATE, MICROBATCHES, REMAT = {"data_documents": "separate"}, {"num_microbatch
     [
         (EVERYTHING | MORE, SEPARATE | MICROBATCHES | REMAT),
         ({"mlp": "swiglu", "num_kv_heads": 2, "attention_bias": "qkv", "qk_norm": "head"}, MICROBATCHES),
-        ({"mlp": "swiglu", "head": "untied", "scan_layers": True, "loss_chunk": 16}, {}),
+        ({"mlp": "swiglu", "head": "untied", "scan_layers": True, "num_layers": 2, "loss_chunk": 16}, {}),
         ({"num_kv_heads": 2, "head": "untied", "vocab_size": 61}, SEPARATE),
-        ({"attention_bias": "qkv", "scan_layers": True, "vocab_size": 61}, REMAT),
+        ({"attention_bias": "qkv", "scan_layers": True, "num_layers": 2, "vocab_size": 61}, REMAT),
         ({"qk_norm": "head", "loss_chunk": 16}, SEPARATE | MICROBATCHES | REMAT),
     ],
     ids=str,
