@@ -44,7 +44,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def trained(model: dict[str, Any] | None = None, **fields: Any) -> tuple[TrainSetup, Any, list[float]]:
     values: dict[str, Any] = {"num_microbatches": 1, "lora": LORA} | fields
-    config = config_of(num_layers=2, steps=STEPS, **values)
+    config = config_of(**{"num_layers": 2, "steps": STEPS} | values)
     if model is not None:
         config = config.changed(model=dataclasses.replace(config.model, **model))
     found = train_all(config)
@@ -52,14 +52,8 @@ def trained(model: dict[str, Any] | None = None, **fields: Any) -> tuple[TrainSe
 
 
 @functools.cache
-def on_one_device(lora: LoRAConfig = LORA) -> tuple[TrainSetup, Any, list[float]]:
-    return trained(lora=lora)
-
-
-@pytest.fixture(scope="module")
-def expected():
-    setup, state, losses = on_one_device()
-    return setup.step.canonical.of(state), losses
+def on_one_device(lora: LoRAConfig = LORA, num_layers: int = 2) -> tuple[TrainSetup, Any, list[float]]:
+    return trained(lora=lora, num_layers=num_layers)
 
 
 def test_adapters_alone_have_moments_and_change():
@@ -97,12 +91,15 @@ def test_base_weights_are_stored_in_the_base_dtype():
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_as_one_device(expected, layout):
-    setup, state, losses = trained(**LAYOUTS[layout])
+def test_every_layout_trains_as_one_device(layout):
+    num_layers = LAYOUTS[layout].get("pp", 1)  # compilation takes most of the time
+    setup, state, losses = trained(**LAYOUTS[layout], num_layers=num_layers)
     canonical = setup.step.canonical.of(state)
-    np.testing.assert_allclose(losses, expected[1], rtol=1e-5)
-    assert jax.tree.structure(canonical) == jax.tree.structure(expected[0])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), canonical.params, expected[0].params)
+    one, its_state, expected = on_one_device(num_layers=num_layers)
+    its = one.step.canonical.of(its_state)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert jax.tree.structure(canonical) == jax.tree.structure(its)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), canonical.params, its.params)
     jax.tree.map(np.testing.assert_array_equal, setup.step.canonical.back(canonical), state)
 
 
@@ -110,10 +107,17 @@ PIPELINE = {"pp": 2, "num_microbatches": 2}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", [{"scan_layers": True}, {"mlp": "swiglu", "num_kv_heads": 1, "head": "untied"}], ids=str)
-def test_models_with_stacked_layers_and_other_parts_train_as_on_one_device(model):
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        ({"scan_layers": True}, ({"fsdp": 4}, PIPELINE)),
+        ({"mlp": "swiglu", "num_kv_heads": 1, "head": "untied"}, (PIPELINE | {"fsdp": 2},)),
+    ],
+    ids=["stacked", "parts"],
+)
+def test_models_with_stacked_layers_and_other_parts_train_as_on_one_device(model, layouts):
     expected = trained(model)[2]
-    for layout in ({"fsdp": 4}, PIPELINE):
+    for layout in layouts:
         np.testing.assert_allclose(trained(model, **layout)[2], expected, rtol=1e-5)
 
 
