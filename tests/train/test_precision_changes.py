@@ -1,6 +1,7 @@
 """Runs that enter, leave and calibrate FP8, through the commands of a user."""
 
 import json
+from functools import partial
 
 import jax
 import numpy as np
@@ -9,11 +10,12 @@ import pytest
 from jgraph import evaluate
 from jgraph.precision.config import FP8Config
 from jgraph.train import _validation
-from jgraph.train._functional import batch_shapes
+from jgraph.train.__main__ import parse
 from jgraph.train.config import TrainConfig
 from jgraph.train.saved import SavedRun
 from jgraph.train.setup import TrainSetup
 from tests import tiny
+from tests.train.test_pipeline_training import Trained, batches_of, trained
 
 pytestmark = pytest.mark.long
 
@@ -52,14 +54,32 @@ def test_a_run_continues_in_every_other_precision(tmp_path):
         before = tmp_path / name
 
 
+def trained_with(*flags: str) -> Trained:
+    """Trains without the command, which also compiles the initial state and an evaluation of every layout."""
+    config = parse([*tiny.FLAGS, *RUN, *flags])
+    assert config is not None
+    return trained(config)
+
+
+def heldout_loss(run: Trained) -> float:
+    tokens = batches_of(run.setup.config)[run.setup.config.steps].astype(np.int32)
+    batch = _validation.place_whole(run.setup, tokens)
+    return float(jax.jit(partial(_validation.loss, run.setup))(run.state, batch))
+
+
+def window_after(run: Trained) -> np.ndarray:
+    """Returns the amax history of a state as [H, S, 3]."""
+    return np.asarray(run.setup.step.canonical.of(run.state).observed.window)
+
+
 @pytest.mark.parametrize("layout", [(), ("--fsdp", "2"), ("--pp", "2", "--num-microbatches", "2", "--model.num-layers", "2")])
-def test_calibration_trains_like_bf16_bit_for_bit_and_fills_the_histories_of_fp8(tmp_path, layout):
-    plain, found = train(tmp_path / "bf16", *layout), train(tmp_path / "calibrated", *layout, *CALIBRATE)
-    assert found == plain
-    observed = window(tmp_path / "calibrated")
+def test_calibration_trains_like_bf16_bit_for_bit_and_fills_the_histories_of_fp8(layout):
+    plain, calibrated, fp8 = (trained_with(*layout, *precision) for precision in ((), CALIBRATE, DELAYED))
+    assert calibrated.losses == plain.losses != fp8.losses
+    if not layout:
+        assert heldout_loss(calibrated) == heldout_loss(plain)
+    observed, in_fp8 = window_after(calibrated), window_after(fp8)
     assert (observed[:4] > 0).all()
-    train(tmp_path / "fp8", *layout, *DELAYED)
-    in_fp8 = window(tmp_path / "fp8")
     # At the first step, all weights and the input of the first matmul are equal. Later matmuls read results of FP8 matmuls.
     np.testing.assert_array_equal(observed[3, :, 1], in_fp8[3, :, 1])
     assert observed[3, 0, 0] == in_fp8[3, 0, 0]
