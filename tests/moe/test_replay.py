@@ -45,8 +45,9 @@ def test_a_run_that_overflows_grows_its_capacity_and_its_losses_do_not_change(tm
     assert run(tmp_path / "small", layout, small, 14) == 0
     assert any(not line.startswith("step 1:") for line in replay_lines(capsys.readouterr().out))
     assert_same(tmp_path / "small", expected, [1, 14])
-    # A resumed run starts with the configured capacity.
-    shutil.rmtree(tmp_path / "small" / "checkpoints" / "14")
-    assert run(tmp_path / "small", layout, small, 1) == 0
-    assert_same(tmp_path / "small", expected, [1, *range(8, 15)])
     assert all(entry["moe_dropped"] == 0 for entry in tiny.entries(tmp_path / "small"))
+    if layout == "--fsdp 2":  # a resumed run starts with the configured capacity, which no layout changes
+        shutil.rmtree(tmp_path / "small" / "checkpoints" / "14")
+        assert run(tmp_path / "small", layout, small, 1) == 0
+        assert_same(tmp_path / "small", expected, [1, *range(8, 15)])
+        assert all(entry["moe_dropped"] == 0 for entry in tiny.entries(tmp_path / "small"))
