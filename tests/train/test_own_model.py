@@ -64,7 +64,7 @@ def test_a_batch_norm_over_the_batch_axes_has_the_same_losses_on_any_devices(tmp
 @pytest.mark.long
 @pytest.mark.parametrize("flags", [(), ("--pp-engine", "dispatch", "--schedule", "1f1b")], ids=["program", "dispatch"])
 def test_a_pipeline_with_dropout_trains(tmp_path, flags):
-    settings = ("--steps", "2", "--num-microbatches", "4", "--model.width", "8", "--pp", "2", "--schedule", "auto")
+    settings = ("--steps", "2", "--num-microbatches", "2", "--model.width", "8", "--pp", "2", "--schedule", "auto")
     assert run(tmp_path, "StackedWithDropout", *settings, *flags) == 0
     assert np.isfinite(np.array(tiny.losses(tmp_path), float)[-1]).all()
 
@@ -72,9 +72,10 @@ def test_a_pipeline_with_dropout_trains(tmp_path, flags):
 @pytest.mark.long
 @pytest.mark.once
 def test_running_statistics_of_layers_are_the_same_in_a_pipeline(tmp_path):
-    settings = ("--num-microbatches", "4", "--model.width", "8")
+    settings = ("--num-microbatches", "2", "--model.width", "8")
     assert run(tmp_path / "one", "Stacked", *settings) == 0
-    assert run(tmp_path / "two", "Stacked", *settings, "--pp", "2", "--schedule", "auto") == 0
+    # `auto` measures layers with running statistics in the test above.
+    assert run(tmp_path / "two", "Stacked", *settings, "--pp", "2", "--schedule", "zb-h1") == 0
     one, two = (np.array(tiny.losses(tmp_path / name), float) for name in ("one", "two"))
     # The last entry also has a held-out loss, which uses the running statistics.
     assert np.isfinite(one[-1]).all()
