@@ -495,7 +495,7 @@ def advanced(setup: TrainSetup, state: Any, steps: range) -> tuple[Any, list[flo
 def test_a_checkpoint_of_other_devices_resumes_in_a_pipeline(tmp_path, name, layout):
     flags = (*RUNS[name], "--model.num-layers", "2", "--num-microbatches", "2", "--optimizer.warmup-steps", "0", "--steps", "4")
     flags = (*tiny.FLAGS, *flags, "--model.vocab-size", "64", "--model.compute-dtype", "float32", "--run-dir", str(tmp_path))
-    one, before, after = (TrainSetup.of(parsed(*flags, *more)) for more in ((), layout, ("--pp", "2")))
+    one, before, after = (TrainSetup.from_config(parsed(*flags, *more)) for more in ((), layout, ("--pp", "2")))
     _, expected = advanced(one, initial_state(one), range(4))
     state, losses = advanced(before, initial_state(before), range(2))
     checkpoints = Checkpoints(tmp_path, 1)

@@ -11,6 +11,7 @@ from jgraph import evaluate
 from jgraph.precision.config import FP8Config
 from jgraph.train import _validation
 from jgraph.train.__main__ import parse
+from jgraph.train._functional import batch_shapes
 from jgraph.train.config import TrainConfig
 from jgraph.train.saved import SavedRun
 from jgraph.train.setup import TrainSetup

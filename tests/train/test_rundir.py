@@ -325,7 +325,7 @@ def test_a_run_of_an_earlier_version_resumes(run_dir):
     run_dir.config.write_text(json.dumps(saved))
     run_dir.check(TrainConfig(), FINGERPRINT)
     with pytest.raises(ConfigError, match="`precision` is "):  # the missing fields have the values of that version
-        run_dir.check(TrainConfig.of(precision="fp8"), FINGERPRINT)
+        run_dir.check(TrainConfig.from_fields(precision="fp8"), FINGERPRINT)
 
 
 def test_a_directory_with_the_config_file_of_another_program_is_refused(run_dir):
