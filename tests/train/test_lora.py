@@ -256,7 +256,8 @@ def last_evaluation(path: Any) -> float:
 def test_a_wrong_flag_is_refused_in_one_line(flags, message, tmp_path, capsys):
     assert train(tmp_path / "run", *flags, "--model.head", "untied") == 2
     out, err = capsys.readouterr()
-    assert (out, len(err.splitlines())) == ("", 1)
+    assert {*out.splitlines()} <= {"reading the data", "tracing the model"}
+    assert len(err.splitlines()) == 1
     assert message in err
 
 
