@@ -363,7 +363,7 @@ def test_an_error_in_one_process_ends_both_with_one_line_each(tmp_path):
     (code, out, err), (other_code, other_out, other_err) = finish(start(tmp_path / "run", odd_flags=("--data", "no/such")))
     assert (code, out, err) == (
         2,
-        "",
+        "reading the data\ntracing the model\n",
         "jgraph.train: error: process 1 failed and printed the reason; this one stops, too\n",
     )
     assert (other_code, other_out) == (2, "")
