@@ -260,9 +260,7 @@ def find(name: str) -> Callable[..., Any]:
     if not module:
         raise ConfigError(f"{name!r} must be MODULE:NAME or FILE.py:NAME", field="name")
     if module.endswith(".py"):
-        # As for `python FILE.py`, modules beside the file can be imported.
-        sys.path.insert(0, str(Path(module).parent.resolve()))
-        module = Path(module).stem
+        module = _importable(Path(module).resolve())
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except (Exception, SystemExit) as e:  # the import of a user module may raise any exception
@@ -271,6 +269,21 @@ def find(name: str) -> Callable[..., Any]:
         problem = f"has no {attribute!r}" if found is None else f"has {attribute!r}, of type {type(found).__name__}"
         raise ConfigError(f"{module} {problem}: must be a class or a function", field="name")
     return found
+
+
+def _importable(path: Path) -> str:
+    """Makes a file and the modules beside it importable, as for `python FILE.py`. Returns the name of its module."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file", field="name")
+    for name, module in list(sys.modules.items()):
+        known, beside = getattr(module, "__file__", None), path.with_name(f"{name}.py")
+        # Python would use the imported module. A file beside `path` may have the name of a module of Python without harm.
+        is_meant = name == path.stem or name not in sys.stdlib_module_names
+        if is_meant and name != "__main__" and beside.is_file() and not (known and beside.samefile(known)):
+            other = known or f"a module of Python named {name!r}"
+            raise ConfigError(f"{beside} cannot be imported beside {other}: rename one of them", field="name")
+    sys.path.insert(0, str(path.parent))
+    return path.stem
 
 
 def example(name: str, made: object) -> tuple[Callable[..., Any], Sequence[Any], int | Sequence[int]]:

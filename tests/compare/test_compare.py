@@ -314,6 +314,7 @@ def test_the_command_compares_functions_of_a_file(file, tmp_path, capsys):
     ("name", "message"),
     [
         ("doubled", "'doubled' must be MODULE:NAME or FILE.py:NAME"),
+        ("no.py:doubled", "no.py is not a file"),
         ("{file}:nothing", "my_compared has no 'nothing': must be a class or a function"),
         ("{file}:other", "other() must return (fn, args) or (fn, args, donate_argnums), with args a tuple"),
         ("{file}:broken", "cannot be compared: AttributeError: "),
@@ -324,6 +325,31 @@ def test_the_command_refuses_a_wrong_program_in_one_line(file, capsys, name, mes
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("jgraph.compare: error: ")
     assert message in line
+
+
+def test_files_whose_modules_have_one_name_are_refused(file, tmp_path, capsys):
+    other = tmp_path / "other" / file.name
+    other.parent.mkdir()
+    other.write_text(FILE)
+    assert main([f"{file}:doubled", f"{other}:added"]) == 2
+    problem = f"{other} cannot be imported beside {file}: rename one of them"
+    assert capsys.readouterr().err == f"jgraph.compare: error: {problem}\n"
+
+
+def test_files_beside_which_modules_have_one_name_are_refused(file, tmp_path, capsys):
+    # `user.py` would import the module beside the first file.
+    user = tmp_path / "other" / "user.py"
+    user.parent.mkdir()
+    user.with_name(file.name).write_text(FILE)
+    user.write_text("from my_compared import added\n")
+    assert main([f"{file}:doubled", f"{user}:added"]) == 2
+    assert f"{user.with_name(file.name)} cannot be imported beside {file}" in capsys.readouterr().err
+
+
+def test_a_file_with_the_name_of_an_imported_module_is_refused(file, capsys):
+    shadow = file.rename(file.with_name("dataclasses.py"))
+    assert main([f"{shadow}:doubled", f"{shadow}:added"]) == 2
+    assert f"{shadow} cannot be imported beside {dataclasses.__file__}" in capsys.readouterr().err
 
 
 def test_an_import_of_the_room_does_not_replace_the_function():
