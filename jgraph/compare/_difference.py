@@ -30,7 +30,12 @@ class Difference:
         where = f" in {self.leaf}" if self.leaf else ""
         if self.absolute is None or self.relative is None:
             return f"NaN or infinity in one of them{where}"
-        return f"largest difference {self.absolute:.3g}, {self.relative:.3g} of the largest magnitude in its array{where}"
+        if self.absolute == 0:
+            return "equal values, but other dtypes, signs of zeros or kinds of NaN"
+        # Each may be of another array.
+        return (
+            f"largest difference {self.absolute:.3g}; at most {self.relative:.3g} of the largest magnitude in its array{where}"
+        )
 
 
 def difference(f: Tree, g: Tree, names: tuple[str, str]) -> Difference:
@@ -56,8 +61,15 @@ def difference(f: Tree, g: Tree, names: tuple[str, str]) -> Difference:
 
 def _arrays(tree: Tree) -> dict[str, np.ndarray]:
     """Returns the arrays and numbers of a tree by name. Modules of Equinox also have functions as leaves."""
-    arrays = dict(zip(leaf_names(tree), map(np.asarray, jax.tree.leaves(tree)), strict=True))
-    return {name: array for name, array in arrays.items() if array.dtype.kind not in "OUS"}
+    arrays = dict[str, np.ndarray]()
+    for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
+        array = np.asarray(leaf)
+        if array.dtype.kind not in "OUS":
+            # The keys "a/b", and "a" with "b" in it, have one name.
+            while name in arrays:
+                name += "'"
+            arrays[name] = array
+    return arrays
 
 
 def _mismatch(first: dict[str, np.ndarray], second: dict[str, np.ndarray], names: tuple[str, str]) -> str:
@@ -73,12 +85,13 @@ def _mismatch(first: dict[str, np.ndarray], second: dict[str, np.ndarray], names
 
 def _gap(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     """Returns the largest difference of two arrays, and its quotient with the largest magnitude. Infinite for NaN in one."""
-    wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+    # Integers of 64 bits have more digits than a float64.
+    wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.longdouble if a.dtype.kind in "iu" else np.float64
     x, y = a.astype(wide), b.astype(wide)
     is_same = (x == y) | (np.isnan(x) & np.isnan(y))
     if is_same.all():
         return 0.0, 0.0
     with np.errstate(invalid="ignore"):
         gap = float(np.abs(x - y)[~is_same].max())
-    scale = float(max(np.abs(x[~np.isnan(x)]).max(initial=0), np.abs(y[~np.isnan(y)]).max(initial=0)))
+    scale = float(max(np.abs(each[np.isfinite(each)]).max(initial=0) for each in (x, y)))
     return (gap, gap / scale) if math.isfinite(gap) else (math.inf, math.inf)

@@ -184,7 +184,21 @@ def test_a_difference_is_relative_to_the_largest_magnitude_of_its_array():
     g = {"big": np.array([100.0, 2.0]), "small": np.array([1e-3, 1e-4])}
     found = difference(f, g, ("f", "g"))
     assert found == Difference(False, 1.0, pytest.approx(0.1), "small")
-    assert str(found) == "largest difference 1, 0.1 of the largest magnitude in its array in small"
+    assert str(found) == "largest difference 1; at most 0.1 of the largest magnitude in its array in small"
+
+
+def test_leaves_of_one_name_are_all_compared():
+    f, g = ({"a/b": 1.0, "a": {"b": b}} for b in (1.0, 2.0))
+    assert difference(f, g, ("f", "g")).absolute == 1.0
+    assert difference(g, f, ("g", "f")).absolute == 1.0
+
+
+def test_an_equal_infinity_is_not_the_largest_magnitude():
+    assert difference(np.array([np.inf, 1.0]), np.array([np.inf, 2.0]), ("f", "g")).relative == 0.5
+
+
+def test_equal_values_with_other_bits_have_no_largest_difference():
+    assert str(difference(0.0, -0.0, ("f", "g"))) == "equal values, but other dtypes, signs of zeros or kinds of NaN"
 
 
 @pytest.mark.parametrize(
@@ -193,6 +207,7 @@ def test_a_difference_is_relative_to_the_largest_magnitude_of_its_array():
         (np.float32(0.0), np.float32(-0.0), 0.0),
         (np.float32(1.0), np.float64(1.0), 0.0),
         (np.uint8(1), np.uint8(3), 2.0),
+        (np.int64(2**60), np.int64(2**60 + 1), 1.0),
         (np.array(True), np.array(False), 1.0),
         (np.array(jnp.bfloat16(1)), np.array(jnp.bfloat16(1.5)), 0.5),
         (np.complex64(3j), np.complex64(4), 5.0),
