@@ -67,7 +67,7 @@ class Jitted(Generic[P, R]):
     def __get__(self, instance: Any, owner: type | None = None) -> "Jitted[P, R] | types.MethodType":
         return self if instance is None else types.MethodType(self, instance)
 
-    def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
+    def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
         """Traces the function for some arguments, as `jax.jit(fn).trace` does. Does not compile it.
 
         Args:
@@ -79,7 +79,7 @@ class Jitted(Generic[P, R]):
         """
         return self._jitted.trace(*args, **kwargs)
 
-    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
+    def lower(self, /, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Lowers the function for some arguments, as `jax.jit(fn).lower` does. Does not compile it.
 
         Args:
@@ -91,7 +91,7 @@ class Jitted(Generic[P, R]):
         """
         return self.trace(*args, **kwargs).lower()
 
-    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+    def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Computes the shapes and dtypes of the result, as `jax.jit(fn).eval_shape` does.
 
         Args:
@@ -110,7 +110,7 @@ class Jitted(Generic[P, R]):
         with self._lock:
             self._checked.clear()
 
-    def report(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
+    def report(self, /, *args: P.args, **kwargs: P.kwargs) -> Explanation:
         """Compiles the function for some arguments, and reports command buffers, donations and memory. Does not run it.
 
         A GPU program is compiled again, because XLA reports command buffers only with an option for dumps.
@@ -220,7 +220,7 @@ class _Gate(Generic[P, R]):
         functools.update_wrapper(self, fn)
         self.fn = fn
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.fn(*args, **kwargs)
 
     def __repr__(self) -> str:

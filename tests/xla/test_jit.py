@@ -190,6 +190,14 @@ def test_a_static_argument_and_a_keyword_argument_are_part_of_the_signature():
             step(state=jnp.ones(4), size=3)
 
 
+def test_an_argument_may_have_the_name_self():
+    shift = jgraph.jit(lambda self, x: self["w"] + x, donate_argnames="x")
+    arrays = {"self": {"w": jnp.ones(2)}, "x": jnp.ones(2)}
+    assert shift.eval_shape(**arrays).shape == shift.lower(**arrays).out_info.shape == (2,)
+    assert "1 reused" in str(shift.report(**arrays))
+    np.testing.assert_array_equal(shift(**arrays), [2.0, 2.0])
+
+
 def test_a_thread_does_not_run_a_program_that_another_thread_checks(monkeypatch):
     def slow(*args):
         is_checked.set()
