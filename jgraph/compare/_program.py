@@ -134,7 +134,7 @@ class Running:
                 path = next((path for path, part in parts.items() if _signature(part) == _signature(arg)), None)
                 if path is None:
                     problem = f"donates argument {i} and returns nothing like it"
-                    must = "return its new value as an element of the result, or do not donate it"
+                    must = "return its new value in a tuple, list or dictionary, or do not donate it"
                     raise ConfigError(f"`fn` {self._program.label} {problem}: {must}", field="fn")
                 del parts[path]
                 yield i, path
@@ -169,12 +169,12 @@ def _without_keys(tree: Tree) -> Tree:
 
 
 def _parts(result: Tree) -> Iterator[tuple[_Path, Tree]]:
-    """Yields the result, and the elements of a tuple, a list or a dictionary."""
-    yield (), result
-    if isinstance(result, tuple | list):
-        yield from (((i,), part) for i, part in enumerate(result))
-    elif isinstance(result, Mapping):
-        yield from (((key,), part) for key, part in result.items())
+    """Yields the result, the elements of a tuple, a list or a dictionary, and then their elements."""
+    found: list[tuple[_Path, Tree]] = [((), result)]
+    for path, part in found:  # grows
+        yield path, part
+        items = enumerate(part) if isinstance(part, tuple | list) else part.items() if isinstance(part, Mapping) else ()
+        found += (((*path, key), each) for key, each in items)
 
 
 def _signature(tree: Tree) -> tuple[Any, list[Any]]:
