@@ -130,7 +130,8 @@ def compare(
 
     Args:
         f: A function, a jitted function, or a compiled step of `TrainStep.compile`. Or a `jgraph.Program`: one of these with
-            arguments of its own. A function that is not jitted is jitted.
+            arguments of its own. A function that is not jitted is jitted with `jax.jit`, which drops updates of Flax NNX
+            modules: pass `nnx.jit(f)`.
         g: The second program, like `f`. The two may return different trees; their results are then not compared.
         *args: The positional arguments of `f` and `g`. Left out if both are a `Program`. They stay valid.
         donate_argnums: Indices of the positional arguments to donate. Only for functions that are not jitted.
