@@ -7,6 +7,7 @@ gradients would cost a pass over memory.
 """
 
 import math
+import zlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -43,9 +44,18 @@ def packed(small: int = SMALL) -> MakeLayout:
         groups: dict[str, list[str]] = {}
         for name, param in params.items():
             groups.setdefault(_group(name, param, small), []).append(name)
-        return _grouped(params, groups)
+        return _grouped(params, {_of_state(group, names, params): names for group, names in groups.items()})
 
     return make
+
+
+def _of_state(group: str, names: Sequence[str], params: Description) -> str:
+    """Returns the name of a group in a state. For a frozen group, it depends on the leaves.
+
+    Two steps that freeze different leaves can have groups of the same sizes. A state of the other step must not fit.
+    """
+    is_told_apart = params[names[0]].is_trained or group in names
+    return group if is_told_apart else f"{group} {zlib.crc32(' '.join(names).encode()):08x}"
 
 
 def _grouped(params: Description, groups: Mapping[str, Sequence[str]]) -> Layout[Arrays]:

@@ -1,5 +1,7 @@
 """Tests that a step with any strategy equals a plain loop of JAX and optax."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -330,3 +332,17 @@ def test_the_repr_of_a_strategy_and_a_step_is_one_line():
     assert repr(sharded) == "FullySharded(fsdp=2, 3,000 parameters, resharded after forward)"
     step = train_step(lambda params, batch, key: 0.0, optax.sgd(0.1), sharded)
     assert repr(step) == "TrainStep(3,000 parameters on 2 devices, DataParallel)"
+
+
+def test_a_state_of_a_step_that_freezes_other_parameters_does_not_fit():
+    # The trained and the frozen parameters have equal sizes, so only the names of the packed arrays differ.
+    params = {"a": {"w": jnp.ones((4, 4))}, "b": {"w": jnp.zeros((4, 4))}}
+
+    def loss(params, x, key):
+        return jnp.mean(x @ params["a"]["w"] @ params["b"]["w"])
+
+    first, second = (train_step(loss, optax.sgd(0.1), Replicated(None, params), freeze=(frozen,)) for frozen in ("a/*", "b/*"))
+    x = jnp.ones((2, 4))
+    state = dataclasses.replace(first.init(params), params=second.init(params).params)
+    with pytest.raises(ShapeError, match="`state` has no `params/small frozen matrices"):
+        first.compile(x)(state, first.place(x))
