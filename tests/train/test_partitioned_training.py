@@ -19,7 +19,7 @@ from jgraph_models.gpt import GPTConfig
 from tests.train.test_pipeline_training import Trained, assert_same, trained
 
 STEPS = 20
-# One layer, because compilation takes most of the time; two in a loop.
+# One layer, because compilation takes most of the time; two in a loop and in a pipeline.
 MODEL = GPTConfig(num_layers=1, d_model=32, num_heads=4, num_kv_heads=4, d_ff=64, vocab_size=64, compute_dtype="float32")
 # With AdamW's default eps, rounding decides the sign of an update if the gradient is nearly zero. Every step is clipped,
 # because large steps amplify rounding errors. The largest measured error is 1e-6, of a gradient norm.
@@ -32,12 +32,13 @@ ONE_ROW = {"tp": 2, "num_microbatches": 8}
 def config(model: dict[str, Any] | None = None, **fields: Any) -> TrainConfig:
     """Returns a configuration of `STEPS` steps. `model` overrides settings of the model."""
     fields = {"steps": STEPS, "batch_size": 8, "seq_len": 16, "seed": 2} | fields
-    return TrainConfig.from_fields(**fields, model=dataclasses.replace(MODEL, **model or {}), optimizer=OPTIMIZER)
+    changes = {"num_layers": 2 if "pp" in fields else 1} | (model or {})
+    return TrainConfig.from_fields(**fields, model=dataclasses.replace(MODEL, **changes), optimizer=OPTIMIZER)
 
 
 @functools.cache
-def on_one_device() -> Trained:
-    return trained(config())
+def on_one_device(num_layers: int = 1) -> Trained:
+    return trained(config({"num_layers": num_layers}))
 
 
 def layouts(*rows: dict[str, Any]) -> list[Any]:
@@ -47,7 +48,7 @@ def layouts(*rows: dict[str, Any]) -> list[Any]:
 def assert_same_on_one_device(fields: dict[str, Any]):
     ours = trained(config(**fields))
     assert ours.setup.step.num_devices == ours.setup.config.parallel.num_devices > 1
-    assert_same(ours, on_one_device())
+    assert_same(ours, on_one_device(ours.setup.config.model.num_layers))
 
 
 @pytest.mark.long
