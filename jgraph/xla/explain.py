@@ -59,6 +59,10 @@ class Memory:
         """Peak memory in bytes: arguments + outputs - aliased + temporaries, so that each buffer counts once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
+    def to_dict(self) -> dict[str, int]:
+        """Returns the attributes and `total` by name."""
+        return dataclasses.asdict(self) | {"total": self.total}
+
     def __str__(self) -> str:
         parts = dataclasses.asdict(self) | {"together": self.total}
         return ", ".join(f"{name} {show_bytes(number)}" for name, number in parts.items())
@@ -166,7 +170,7 @@ class Explanation:
         """
         fields = dataclasses.asdict(self)
         if self.memory is not None:
-            fields["memory"]["total"] = self.memory.total
+            fields["memory"] = self.memory.to_dict()
         return json.dumps(fields)
 
     def __str__(self) -> str:

@@ -26,6 +26,7 @@ from jgraph.xla.options import Graph, OptionValue, compiler_options, option_erro
 P = ParamSpec("P")
 R = TypeVar("R")
 OnDropped = Literal["error", "warn", "ignore"]
+_LOWERING = threading.RLock()  # `warnings.catch_warnings` changes the filters of all threads
 
 
 class Jitted(Generic[P, R]):
@@ -130,8 +131,9 @@ class Jitted(Generic[P, R]):
         placements = tuple(map(_placement, jax.tree.leaves((args, kwargs))))
         if placements in self._checked.get(traced.jaxpr, ()):
             return
-        with without_warning(UNUSABLE), option_errors():
-            lowered = traced.lower()
+        with option_errors():
+            with _LOWERING, without_warning(UNUSABLE):
+                lowered = traced.lower()
             compiled = lowered.compile()
         if self._donation == "ignore":
             dropped = []
@@ -140,8 +142,10 @@ class Jitted(Generic[P, R]):
         if dropped and self._donation == "error":
             raise DonationError(_message(self, dropped), leaves=tuple(leaf.leaf for leaf in dropped))
         with self._lock:
-            self._checked.setdefault(traced.jaxpr, set()).add(placements)
-        if dropped:
+            checked = self._checked.setdefault(traced.jaxpr, set())
+            is_new = placements not in checked
+            checked.add(placements)
+        if dropped and is_new:
             warnings.warn_explicit(_message(self, dropped), UserWarning, caller.f_code.co_filename, caller.f_lineno)
 
 
@@ -231,7 +235,8 @@ class _Gate(Generic[P, R]):
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code not in _hashing():
             frame = frame.f_back
-        if frame is not None and frame.f_code is Jitted.__call__.__code__:
+        is_call = frame is not None and frame.f_code is Jitted.__call__.__code__
+        if frame is not None and is_call and frame.f_locals["self"]._jitted.__wrapped__ is self:
             if not _is_outside_transformations():
                 raise _NestedError
             call = frame.f_locals

@@ -1,9 +1,11 @@
 """`jgraph.jit`: the results of `jax.jit`, a check of donated buffers before the first run, and plain behavior when nested."""
 
+import contextlib
 import copy
 import gc
 import sys
 import threading
+import time
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -217,6 +219,24 @@ def test_a_thread_does_not_run_a_program_that_another_thread_checks(monkeypatch)
     with ThreadPoolExecutor(2) as pool:
         errors = [call.exception() for call in (pool.submit(step, jnp.ones(4)), pool.submit(call_during_the_check))]
     assert [type(error) for error in errors] == [jgraph.DonationError] * 2
+
+
+def test_threads_change_the_filters_of_warnings_one_after_the_other(monkeypatch):
+    @contextlib.contextmanager
+    def entered(text):
+        inside.append(text)
+        time.sleep(0.1)
+        most.append(len(inside))
+        with without_warning(text):
+            yield
+        inside.pop()
+
+    inside, most, without_warning = [], [], jit.without_warning
+    monkeypatch.setattr(jit, "without_warning", entered)
+    steps = [jgraph.jit(lambda x, n=n: x + n) for n in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda step: step(jnp.ones(4)), steps))
+    assert most == [1, 1]
 
 
 def test_a_donation_error_keeps_the_traces_of_other_signatures():
