@@ -60,6 +60,7 @@ PICTURED = {
     "Llama 3 8B, FP8, state sharded over 2 GPUs": ("torch", "te"),
     "Large MLPs, pipeline of 2 GPUs": ("torch",),
 }
+assert PICTURED.keys() <= {text for text, *_ in GAINS}, "each row of the picture is a row of the table"
 
 
 def write_readme(check: bool) -> int:

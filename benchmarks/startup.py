@@ -9,7 +9,8 @@ has these seconds:
 - `build_s`: imports, and tracing the model to build its functions or layers.
 - `trace_s`: JAX traces and lowers programs. `compile_s`: XLA compiles them, or loads them from the cache. Both are sums of the
   time in which at least one thread does it, so the two can overlap.
-- `first_step_s`: everything, from the start of the process to the result of the first step.
+- `first_step_s`: everything, from the start of the process to the result of the first step. `ms` is the same, for
+  `python -m benchmarks compare`.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
@@ -47,8 +48,8 @@ class StartupOptions:
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m")
     """Presets to start."""
     variants: tuple[str, ...] = ("jgraph", "jgraph num_microbatches=8", "jax same", "torch compile")
-    """Variants of each preset, as in `single_gpu`."""
-    sizes: str = "full"
+    """Variants of each preset, as in `single_gpu`. A variant that does not fit the preset gets a row with the reason."""
+    sizes: Literal["full", "tiny"] = "full"
     """Use `tiny` on a machine without a GPU."""
     timeout: float = 200
     """Seconds of a process."""
@@ -95,7 +96,8 @@ def in_process(preset: str, variant: str, options: StartupOptions, caches: dict[
         return {"failed": f"not finished after {options.timeout} s"}
     if done.returncode:
         return {"failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
-    return json.loads(done.stdout.splitlines()[-1])
+    row = json.loads(done.stdout.splitlines()[-1])
+    return row | {"ms": row["first_step_s"] * 1e3}
 
 
 # --- The process of a variant ---

@@ -10,7 +10,8 @@ from .callables import (
     make_graphed_callables as make_graphed_callables,
 )
 from .checkpoint import CanonicalLayout as CanonicalLayout, Checkpoints as Checkpoints
-from .compare._compare import Comparison as Comparison, compare as compare
+from .compare._compare import Comparison as Comparison, Measurement as Measurement, compare as compare
+from .compare._difference import Difference as Difference
 from .compare._program import Program as Program
 from .errors import (
     CallableError as CallableError,

@@ -259,10 +259,9 @@ def find(name: str) -> Callable[..., Any]:
     module, _, attribute = name.rpartition(":")
     if not module:
         raise ConfigError(f"{name!r} must be MODULE:NAME or FILE.py:NAME", field="name")
-    if module.endswith(".py"):
-        module = _importable(Path(module).resolve())
+    imported = _importable(Path(module).resolve()) if module.endswith(".py") else module
     try:
-        found = getattr(importlib.import_module(module), attribute, None)
+        found = getattr(importlib.import_module(imported), attribute, None)
     except (Exception, SystemExit) as e:  # the import of a user module may raise any exception
         raise ConfigError(f"{module} cannot be imported: {reason(e)}", field="name") from e
     if not callable(found):
@@ -274,7 +273,7 @@ def find(name: str) -> Callable[..., Any]:
 def _importable(path: Path) -> str:
     """Makes a file and the modules beside it importable, as for `python FILE.py`. Returns the name of its module."""
     if not path.is_file():
-        raise ConfigError(f"{path} is not a file", field="name")
+        raise ConfigError(f"{path} is not a file: pass an existing FILE.py:NAME", field="name")
     for name, module in list(sys.modules.items()):
         known, beside = getattr(module, "__file__", None), path.with_name(f"{name}.py")
         # Python would use the imported module. A file beside `path` may have the name of a module of Python without harm.
@@ -282,16 +281,21 @@ def _importable(path: Path) -> str:
         if is_meant and name != "__main__" and beside.is_file() and not (known and beside.samefile(known)):
             other = known or f"a module of Python named {name!r}"
             raise ConfigError(f"{beside} cannot be imported beside {other}: rename one of them", field="name")
-    sys.path.insert(0, str(path.parent))
+    if sys.path[0] != (folder := str(path.parent)):
+        sys.path.insert(0, folder)
     return path.stem
 
 
-def example(name: str, made: object) -> tuple[Callable[..., Any], Sequence[Any], int | Sequence[int]]:
-    """Returns function, arguments and `donate_argnums` of an example, the result `made` of a user function."""
+def example(name: str, made: object, *, also: str = "") -> tuple[Callable[..., Any], Sequence[Any], int | Sequence[int]]:
+    """Returns function, arguments and `donate_argnums` of an example, the result `made` of a user function.
+
+    `also` names other results that the command takes, for the error.
+    """
     match made:
         case (fn, (*args,), *donated) if callable(fn) and len(donated) <= 1:
             return fn, args, donated[0] if donated else ()
-    raise ConfigError(f"{name}() must return (fn, args) or (fn, args, donate_argnums), with args a tuple", field="name")
+    must = f"{also}(fn, args) or (fn, args, donate_argnums), with args a tuple"
+    raise ConfigError(f"{name}() returns {type(made).__name__}: must return {must}", field="name")
 
 
 def reason(error: BaseException) -> str:

@@ -61,5 +61,5 @@ class Timer:
 
 
 def in_round(programs: Sequence[T], number: int) -> Sequence[T]:
-    """Returns the programs in the order of a round: odd rounds are reversed, so that each program follows each other one."""
+    """Returns the programs in the order of a round. Odd rounds are reversed, so that a drift does not favor the first."""
     return programs[::-1] if number % 2 else programs

@@ -2,9 +2,10 @@
 
 import fnmatch
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
 from jgraph.errors import ConfigError
@@ -21,6 +22,16 @@ def path_name(path: KeyPath) -> str:
 def leaf_names(tree: Tree | TreeOf[str]) -> list[str]:
     """Returns the name of every leaf of a pytree, e.g. `blocks/0/mlp/up/kernel`, in the order of `jax.tree.leaves`."""
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def is_key(leaf: Any) -> bool:
+    """True for a random key, or its shape."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def key_data(leaf: Any) -> Any:
+    """Returns the integers of a random key, and any other leaf itself."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def is_router(name: str) -> bool:

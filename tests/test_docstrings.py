@@ -31,6 +31,8 @@ RETURNED = {
         "CaptureReport",
         "CanonicalLayout",
         "Comparison",
+        "Measurement",
+        "Difference",
         "Jitted",
         "Split",
         "Tokenizer",

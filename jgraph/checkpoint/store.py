@@ -31,6 +31,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jgraph.errors import CheckpointError, JgraphError, require, shown
 from jgraph.processes import all_gather_scalar, all_or_raise, is_process_zero
+from jgraph.tree import is_key, key_data
 from jgraph.types import Leaf, Tree
 
 State = TypeVar("State", bound=Tree)
@@ -162,7 +163,8 @@ class Checkpoints:
         if self.latest_step == step:
             return
         with self._write_errors():
-            leaves = list(map(_key_data, jax.tree.leaves(state)))
+            # Orbax stores the integers of a random key. Its implementation is in the digest, as the dtype.
+            leaves = list(map(key_data, jax.tree.leaves(state)))
             described = _describe(state)
             sums = checksums(leaves, self._wait)
             # The digest has a checksum too, so that a flipped digit in it is not reported as another model.
@@ -386,7 +388,7 @@ class CheckpointReader:
                 where = self._directory / str(self.step)
                 shapes = f"{saved['shape']} in it and {list(leaf.shape)} in this run"
                 raise CheckpointError(f"checkpoint {where} does not fit this run: {name} has shape {shapes}", field=self._field)
-            dtype = leaf.dtype if _is_key(leaf) else jnp.dtype(saved["dtype"])
+            dtype = leaf.dtype if is_key(leaf) else jnp.dtype(saved["dtype"])
             aval = _placed(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding))
             leaves[number], restore_args[number] = aval, ocp.ArrayRestoreArgs(sharding=aval.sharding, dtype=aval.dtype)
         with all_or_raise():
@@ -567,22 +569,13 @@ def _shape(leaf: _Described | None) -> str:
 
 def _placed(leaf: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
-    stored = jax.eval_shape(_key_data, leaf)
+    stored = jax.eval_shape(key_data, leaf)
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding)
 
 
-def _is_key(leaf: Leaf) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _key_data(leaf: Array) -> Array:
-    """Returns the data of a random key, which Orbax stores in its place. Its implementation is in the digest, as the dtype."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
 def _like_key(like: Leaf, stored: Array) -> Array:
-    """Inverts `_key_data`."""
-    if not _is_key(like):
+    """Inverts `key_data`."""
+    if not is_key(like):
         return stored
     impls = []
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)

@@ -56,7 +56,7 @@ def _program(name: str) -> "Program":
     from jgraph.compare._program import Program
 
     made = find(name)()
-    program = made if isinstance(made, Program) else Program(*example(name, made))
+    program = made if isinstance(made, Program) else Program(*example(name, made, also="a jgraph.Program, "))
     return dataclasses.replace(program, name=program.name or name.rpartition(":")[2])
 
 

@@ -22,15 +22,25 @@ _OF_CPU = "times of a CPU, not of a GPU; on a CPU, the host time can contain com
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measurements of one program."""
+    """The measurements of one program of `compare`.
+
+    Attributes:
+        name: The name of the program.
+        device: Number and kind of its devices, e.g. `1 x NVIDIA H200`.
+        platform: `cpu` or `gpu`.
+        step_ms: Milliseconds of a call without a wait between calls, one per round.
+        host_ms: Milliseconds of the host to dispatch a call to an idle device, one per round.
+        memory: Memory of the program. None if XLA does not report it.
+        capture: Command buffers of the program. None on a CPU, or if XLA gave no report.
+    """
 
     name: str
-    device: str  # number and kind of its devices, e.g. `1 x NVIDIA H200`
-    platform: str  # `cpu` or `gpu`
-    step_ms: tuple[float, ...]  # time of a call without a wait between calls, one per round
-    host_ms: tuple[float, ...]  # host time of a dispatch to an idle device, one per round
-    memory: Memory | None  # None if XLA does not report it
-    capture: CaptureReport | None  # None on a CPU, or if XLA gave no report
+    device: str
+    platform: str
+    step_ms: tuple[float, ...]
+    host_ms: tuple[float, ...]
+    memory: Memory | None
+    capture: CaptureReport | None
 
 
 @dataclass(frozen=True)
@@ -38,9 +48,9 @@ class Comparison:
     """The report of `compare`. `str` formats it as a table.
 
     Attributes:
-        f: The first program: its name and devices, `step_ms` and `host_ms` with one time per round, memory and capture.
+        f: The first program.
         g: The second program.
-        difference: The difference between the results of their first calls: `is_bitwise_equal`, `absolute`, `relative`.
+        difference: The difference between the results of their first calls.
     """
 
     f: Measurement
@@ -61,7 +71,7 @@ class Comparison:
         fields: dict[str, Any] = dataclasses.asdict(self) | {"ratios": self.ratios}
         for name, each in (("f", self.f), ("g", self.g)):
             if each.memory is not None:
-                fields[name]["memory"]["total"] = each.memory.total
+                fields[name]["memory"] = each.memory.to_dict()
         return json.dumps(fields)
 
     def to_html(self) -> str:
@@ -129,9 +139,9 @@ def compare(
     state. Programs on a GPU are compiled twice, because XLA reports command buffers only with an option for dumps.
 
     Args:
-        f: A function, a jitted function, or a compiled step of `TrainStep.compile`. Or a `jgraph.Program`: one of these with
-            arguments of its own. A function that is not jitted is jitted with `jax.jit`, which drops updates of Flax NNX
-            modules: pass `nnx.jit(f)`.
+        f: A function, a jitted function, or a compiled program, such as a step of `TrainStep.compile`. Or a `jgraph.Program`:
+            one of these with arguments of its own. A function that is not jitted is jitted with `jax.jit`, which drops updates
+            of Flax NNX modules: pass `nnx.jit(f)`.
         g: The second program, like `f`. The two may return different trees; their results are then not compared.
         *args: The positional arguments of `f` and `g`. Left out if both are a `Program`. They stay valid.
         donate_argnums: Indices of the positional arguments to donate. Only for functions that are not jitted.

@@ -12,15 +12,21 @@ from jgraph.types import Tree
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between two results. `str` formats it in one line."""
+    """The difference between two results of `compare`. `str` formats it in one line.
+
+    Attributes:
+        is_bitwise_equal: True if all arrays have the same dtypes and bits.
+        absolute: Largest |f - g|. None if it is not finite, or the results were not compared.
+        relative: Largest quotient of |f - g| and the largest magnitude in its array. None as `absolute`.
+        leaf: Name of the array with the largest relative difference, e.g. `0/w`. "" if all are equal, or there is one array.
+        mismatch: The reason why the results were not compared. "" if they were.
+    """
 
     is_bitwise_equal: bool
-    absolute: float | None = None  # largest |f - g|; None if it is not finite, or the results were not compared
-    relative: float | None = None  # largest quotient of |f - g| and the largest magnitude in the array; None as `absolute`
-    leaf: str = (
-        ""  # name of the array with the largest relative difference, e.g. `0/w`; "" if all are equal, or there is one array
-    )
-    mismatch: str = ""  # why the results were not compared; "" if they were
+    absolute: float | None = None
+    relative: float | None = None
+    leaf: str = ""
+    mismatch: str = ""
 
     def __str__(self) -> str:
         if self.mismatch:

@@ -8,11 +8,11 @@ from operator import getitem
 from typing import Any, TypeAlias, TypeVar
 
 import jax
-import jax.numpy as jnp
 
 from jgraph.errors import ConfigError, require
 from jgraph.step.compiled import CompiledStep
 from jgraph.timing import Timer
+from jgraph.tree import key_data
 from jgraph.types import JaxDevice, Tree
 from jgraph.xla import CaptureReport
 from jgraph.xla.explain import Memory, explain
@@ -28,14 +28,16 @@ class Program:
     """A function of a comparison with arguments of its own, for `jgraph.compare`.
 
     Attributes:
-        fn: A function, a jitted function, or the compiled step that `TrainStep.compile` returns.
+        fn: A function, a jitted function, a program from `jax.jit(fn).lower(*args).compile()`, or the compiled step that
+            `TrainStep.compile` returns.
         args: A tuple of its positional arguments. They are copied, so that they stay valid if `fn` donates them.
         donate_argnums: Indices of the arguments to donate. Only for a function that is not jitted.
         name: The name in the report. "" for the name of `fn`.
         result: Selects the part to compare from the result of `fn`: `lambda out: out[1].loss`. None compares everything.
 
     Raises:
-        ConfigError: If `fn` is not callable, `args` is not a tuple, or `result` is not callable.
+        ConfigError: If `fn` is not callable, `args` is not a tuple, `result` is not callable, or `donate_argnums` is given for
+            a compiled program.
     """
 
     fn: Callable[..., Any]
@@ -48,6 +50,9 @@ class Program:
         # A type, because the text of a step or of arrays is long and slow to make.
         require(callable(self.fn), "fn", of_type(self.fn), "a function")
         require(isinstance(self.args, tuple | list), "args", of_type(self.args), "a tuple, such as (state, batch)")
+        is_compiled = isinstance(self.fn, CompiledStep | jax.stages.Compiled)
+        must = "left out: `fn` is compiled, and donates the arguments that it was compiled to donate"
+        require(not is_compiled or self.donate_argnums in ((), []), "donate_argnums", self.donate_argnums, must)
         is_function = self.result is None or callable(self.result)
         require(is_function, "result", of_type(self.result), "a function of the result of `fn`")
 
@@ -84,7 +89,7 @@ class Running:
         arrays = (leaf for leaf in jax.tree.leaves(self._result) if isinstance(leaf, jax.Array))
         self.devices = next((list(leaf.devices()) for leaf in arrays), jax.devices()[:1])
         select = self._program.result
-        compared = jax.device_get(_without_keys(select(self._result) if select else self._result))
+        compared = jax.device_get(jax.tree.map(key_data, select(self._result) if select else self._result))
         self._returned = dict(self._find_returned())
         self._feed_back()
         # Arrays that are fed back can have another sharding or weak type than the arguments, and compile again.
@@ -156,16 +161,6 @@ def _copied(arg: T) -> T:
         return leaf.copy()
 
     return jax.tree.map(copied, arg)
-
-
-def _without_keys(tree: Tree) -> Tree:
-    """Replaces random keys by their integers."""
-
-    def data(leaf: Any) -> Any:
-        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return jax.random.key_data(leaf) if is_key else leaf
-
-    return jax.tree.map(data, tree)
 
 
 def _parts(result: Tree) -> Iterator[tuple[_Path, Tree]]:

@@ -69,7 +69,7 @@ def scores(
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        shape = (batch_size, _padded(len(rows[batch[0]]) - 1, window))
+        shape = (batch_size, _row_length(len(rows[batch[0]]) - 1, window))
         tokens_BT, labels_BT = np.zeros(shape, np.int32), np.full(shape, _IGNORED, np.int32)
         for number, index in enumerate(batch):
             row, count = rows[index], len(pairs[index][1])
@@ -90,9 +90,9 @@ def _weights(
     return weights
 
 
-def _padded(length: int, window: int | None) -> int:
-    padded = max(_SHORTEST, 1 << (length - 1).bit_length())
-    return padded if window is None else min(padded, window)
+def _row_length(length: int, window: int | None) -> int:
+    rounded = max(_SHORTEST, 1 << (length - 1).bit_length())
+    return rounded if window is None else min(rounded, window)
 
 
 # Jitted, so that the check of ids and `_scores` share one cached trace.

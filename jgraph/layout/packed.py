@@ -44,18 +44,19 @@ def packed(small: int = SMALL) -> MakeLayout:
         groups: dict[str, list[str]] = {}
         for name, param in params.items():
             groups.setdefault(_group(name, param, small), []).append(name)
-        return _grouped(params, {_of_state(group, names, params): names for group, names in groups.items()})
+        return _grouped(params, {_name_in_state(group, names, params): names for group, names in groups.items()})
 
     return make
 
 
-def _of_state(group: str, names: Sequence[str], params: Description) -> str:
-    """Returns the name of a group in a state. For a frozen group, it depends on the leaves.
+def _name_in_state(group: str, names: Sequence[str], params: Description) -> str:
+    """Returns the key of a group. Names of frozen groups have a checksum of their leaves.
 
-    Two steps that freeze different leaves can have groups of the same sizes. A state of the other step must not fit.
+    Otherwise a state of a step that freezes other leaves of the same total size would fit. `Packing` has no checksum.
     """
-    is_told_apart = params[names[0]].is_trained or group in names
-    return group if is_told_apart else f"{group} {zlib.crc32(' '.join(names).encode()):08x}"
+    if params[names[0]].is_trained or group in names:
+        return group
+    return f"{group} {zlib.crc32(' '.join(names).encode()):08x}"
 
 
 def _grouped(params: Description, groups: Mapping[str, Sequence[str]]) -> Layout[Arrays]:

@@ -1,4 +1,4 @@
-"""Finds out whether an optax transform is elementwise, and binds a strategy with packed, padded and stacked parameters if so.
+"""Finds out whether an optax transform is elementwise, so that it may update packed, padded and stacked parameters.
 
 Traces the transform without running it. It is elementwise if it updates each element by one rule, from the values at the same
 place, for all names and shapes of the parameters.
@@ -8,10 +8,9 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import cached_property
 from types import FrameType
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +18,12 @@ import optax
 from jax.extend import core
 from jax.tree_util import DictKey
 
-from jgraph.errors import ConfigError, check_choice
-from jgraph.layout import Description, Layout, Packing, alone, each, packed
+from jgraph.errors import ConfigError
+from jgraph.layout import Description, Layout, Packing, packed
 from jgraph.step._elements import Elements, Found, Value
-from jgraph.step.transform import (
-    Elementwise,
-    Transform,
-    apply_transform,
-    check_transform,
-    elementwise,
-    in_float32,
-    make_transform,
-)
-from jgraph.step.update import Optimizer
-from jgraph.strategies.base import BoundStrategy, Strategy
-from jgraph.strategies.objective import Objective
+from jgraph.step.transform import Elementwise, Transform, apply_transform, make_transform
 from jgraph.tree import is_matrix, leaf_names, path_name
-from jgraph.types import Arrays, Avals, Mask, Params, Tree, TreeDef
+from jgraph.types import Avals, Mask, Params, Tree, TreeDef
 
 Rule: TypeAlias = dict[str, str]
 """The forms of updates, moments and counters, by name."""
@@ -46,42 +34,6 @@ _TRACED = 16  # more than a layer of a transformer has, so that a list with a ra
 
 class _NotElementwiseError(Exception):
     """The proof failed. Its text is the reason."""
-
-
-def bind(
-    transform: Transform | Elementwise, strategy: Strategy, objective: Objective, layout: Literal["auto", "tree"]
-) -> tuple[BoundStrategy, Optimizer[Params] | Optimizer[Arrays]]:
-    """Binds the strategy, with packed parameters if the transform may update them. Checks `transform` and `layout`."""
-    check_transform(transform)
-    check_choice("layout", layout, ("auto", "tree"))
-    if isinstance(transform, Elementwise):
-        if layout == "tree":
-            raise ConfigError("`layout` is tree: must be auto with jgraph.elementwise", field="layout")
-        check_elementwise(transform, strategy.shapes)
-        declared = transform
-        bound = strategy.bind(objective)
-        reason = ""
-    else:
-        declared = elementwise(transform)
-        bound, reason = _bind_plain(transform, strategy, objective, layout)
-    trained = bound.layout.trained
-    made = in_float32(make_transform(declared, {name: param.decays for name, param in trained.params.items()}))
-    if reason:
-        return bound, Optimizer(made, trained, f"updates the model's own tree, because {reason}")
-    about = f"updates packed parameters, because the transform is {'declared ' if declared is transform else ''}elementwise"
-    return bound, Optimizer(made, each(lambda name, param: None)(trained.params), about, moments=trained)
-
-
-def _bind_plain(
-    transform: Transform, strategy: Strategy, objective: Objective, layout: Literal["auto", "tree"]
-) -> tuple[BoundStrategy, str]:
-    """Binds the strategy for a transform without a declaration. Also returns why its parameters are not packed, or ""."""
-    in_tree = replace(objective, layout=objective.layout.then(alone()))
-    reason = "`layout` is tree" if layout == "tree" else why_not_elementwise(transform, objective.layout)
-    bound = strategy.bind(in_tree if reason else objective)
-    if not reason and (reason := why_not_elementwise(transform, objective.layout, bound.layout)):
-        bound = strategy.bind(in_tree)
-    return bound, reason
 
 
 # --- Proofs of any transform ---

@@ -26,8 +26,8 @@ from jgraph.layout import named
 from jgraph.mesh import PARTITIONED_AXES
 from jgraph.precision.config import FP8Config
 from jgraph.scopes import scope
+from jgraph.step._bind import bind
 from jgraph.step.compiled import CompiledStep
-from jgraph.step.probe import bind
 from jgraph.step.state import StepMetrics, TrainState
 from jgraph.step.transform import Elementwise, Transform
 from jgraph.step.update import Update

@@ -30,18 +30,13 @@ _FIELDS = {"experts": "ep", "engine": "pp_engine", "tensor": "tp", "context": "c
 class BuiltModel:
     """A configured model. Strategies and the step read it in place of the settings and the hooks of its class."""
 
-    # package.module:Class
-    name: str
+    name: str  # package.module:Class
     functions: FunctionalModel
-    # for a pipeline, the functions of its stages
-    loss: PipelineModel | Callable[..., Array | Loss]
-    # dtype of sharded matrices when they are used; None if the settings define none
-    compute_dtype: np.dtype | None
+    loss: PipelineModel | Callable[..., Array | Loss]  # for a pipeline, the functions of its stages
+    compute_dtype: np.dtype | None  # of sharded matrices when they are used; None if nothing is sharded, or in the settings
     splits_sequences: bool
-    # Empty with `tp` 1
-    tensor_rules: Mapping[str, Split | None]
-    # names of the weights beside adapters
-    frozen: tuple[str, ...]
+    tensor_rules: Mapping[str, Split | None]  # empty with `tp` 1
+    frozen: tuple[str, ...]  # names of the weights beside adapters
 
 
 def build_model(config: TrainConfig) -> BuiltModel:

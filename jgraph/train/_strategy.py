@@ -29,7 +29,7 @@ def make_mesh(parallel: ParallelConfig, *, is_pipeline: bool, is_sharded: bool) 
     # On one device, no backend is started: the step may be compiled for a GPU that is not present.
     if ranks == 1 and not needs_mesh and not jax.distributed.is_initialized():
         return None
-    counts = {name: getattr(parallel, name) for name in ("dp", "pp", "fsdp", "cp", "tp")}
+    counts = {"dp": parallel.dp, "pp": parallel.pp, "fsdp": parallel.fsdp, "cp": parallel.cp, "tp": parallel.tp}
     flags = " ".join(f"`{name}` {count}" for name, count in counts.items() if count > 1)
     devices = devices_of_ranks(ranks, flags=flags or "a pipeline")
     if len(devices) == 1 and not needs_mesh:

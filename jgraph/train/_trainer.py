@@ -31,7 +31,7 @@ from jgraph.train._loop import Callback, Loop, agreed_stop
 from jgraph.train._signals import StopRequest
 from jgraph.train._watchdog import Wait, Watchdog, hang_message
 from jgraph.train.config import InputConfig, TrainConfig
-from jgraph.train.initial import InitialWeights, initial_weights, tokenizer_of, write_origin
+from jgraph.train.initial import InitialWeights, initial_weights, tokenizer_of, tokenizer_warning, write_origin
 from jgraph.train.metrics import MetricsLog, StepClock, read_metrics
 from jgraph.train.rundir import RunDir, versions
 from jgraph.train.setup import TrainSetup
@@ -74,6 +74,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             if weights:
                 stack.callback(weights.close)
             tokenizer = tokenizer_of(config, run_dir.origin if resumes else None)
+            warning = tokenizer_warning(config) if weights else ""
             with reporter.phase("reading the data"):
                 corpus = load(config.input.data, tokenizer=tokenizer, **config.data_options)
             with os_errors("run_dir", run_dir.path, "read"):  # `locked` names the files that it writes
@@ -94,8 +95,8 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         reporter.begins(config, parameters=size, trained=trained, corpus=corpus, devices=_devices(setup))
         if cache_line:
             reporter.line(cache_line)
-        if weights and weights.warning:
-            reporter.warn(weights.warning)
+        if warning:
+            reporter.warn(warning)
         if no_sample:
             reporter.warn(f"no sample at the end: {no_sample}; set `sample_tokens` to 0 to turn off samples and this warning")
         stop = stack.enter_context(StopRequest())

@@ -181,8 +181,6 @@ class InitialWeights:
     step: int | None
     load: Callable[[TrainSetup], TrainState]
     close: Callable[[], None] = lambda: None
-    # about data with other token ids; empty if there is nothing to warn of
-    warning: str = ""
 
 
 def initial_weights(config: TrainConfig) -> InitialWeights | None:
@@ -199,7 +197,7 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
         settings = folder.settings(names, config.model)
         folder.check(names, settings)
         check_alike(config.model, settings, f"as in `init_from` {initial.init_from}")
-        return InitialWeights(initial.init_from, None, partial(_of_folder, folder), warning=tokenizer_warning(config))
+        return InitialWeights(initial.init_from, None, partial(_of_folder, folder))
     path, step = run_of(initial.continue_from)
     if path.resolve() == Path(config.output.run_dir).resolve():
         raise ConfigError(
@@ -214,9 +212,7 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
             allowed = f"{_shown(there)}, as in `continue_from` {initial.continue_from}, or use `continue_with` weights"
             require(here == there, f"optimizer.{name}", _shown(here), allowed)
         on_error.pop_all()
-    return InitialWeights(
-        f"{path} after {saved.step} steps", saved.step, partial(_of_run, saved), saved.close, tokenizer_warning(config)
-    )
+    return InitialWeights(f"{path} after {saved.step} steps", saved.step, partial(_of_run, saved), saved.close)
 
 
 def _shown(value: str | tuple[str, ...]) -> str:

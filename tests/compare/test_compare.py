@@ -147,6 +147,10 @@ def donated_before():
             r"`donate_argnums` must be left out for a jitted",
         ),
         (
+            lambda: jgraph.Program(jax.jit(jnp.sin).lower(1.0).compile(), (1.0,), donate_argnums=0),
+            r"`donate_argnums` is 0: must be left out: `fn` is compiled",
+        ),
+        (
             lambda: jgraph.compare(lambda x: [x["a"] + 1], lambda x: x, {"a": jnp.ones(4)}, donate_argnums=0, **SHORT),
             "`fn` <lambda> donates argument 0 and returns nothing like it: return its new value in a tuple, list or dictionary",
         ),
@@ -331,8 +335,11 @@ def test_the_command_compares_functions_of_a_file(file, tmp_path, capsys):
     [
         ("doubled", "'doubled' must be MODULE:NAME or FILE.py:NAME"),
         ("no.py:doubled", "no.py is not a file"),
-        ("{file}:nothing", "my_compared has no 'nothing': must be a class or a function"),
-        ("{file}:other", "other() must return (fn, args) or (fn, args, donate_argnums), with args a tuple"),
+        ("{file}:nothing", "{file} has no 'nothing': must be a class or a function"),
+        (
+            "{file}:other",
+            "other() returns int: must return a jgraph.Program, (fn, args) or (fn, args, donate_argnums)",
+        ),
         ("{file}:broken", "cannot be compared: AttributeError: "),
     ],
 )
@@ -340,7 +347,7 @@ def test_the_command_refuses_a_wrong_program_in_one_line(file, capsys, name, mes
     assert main([name.format(file=file), f"{file}:added"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("jgraph.compare: error: ")
-    assert message in line
+    assert message.format(file=file) in line
 
 
 def test_files_whose_modules_have_one_name_are_refused(file, tmp_path, capsys):

@@ -126,8 +126,8 @@ def test_wrong_ids_are_refused_in_one_line(model, params, ids):
 
 
 def test_rows_are_padded_to_a_power_of_two_and_at_most_the_window():
-    assert [score._padded(length, None) for length in (1, 64, 65, 128, 129)] == [64, 64, 128, 128, 256]
-    assert [score._padded(70, window) for window in (100, 200)] == [100, 128]
+    assert [score._row_length(length, None) for length in (1, 64, 65, 128, 129)] == [64, 64, 128, 128, 256]
+    assert [score._row_length(70, window) for window in (100, 200)] == [100, 128]
 
 
 def test_pairs_of_similar_length_share_a_program(model, params):

@@ -372,7 +372,7 @@ def test_an_uncaptured_operation_is_printed_with_its_line_in_the_user_file(print
 
 
 BAD_CAPTURES = [
-    (["mine:no_pair"], ["mine:no_pair() must return (fn, args)"]),
+    (["mine:no_pair"], ["mine:no_pair() returns int: must return (fn, args)"]),
     (["mine:raises"], ["mine:raises cannot be compiled: KeyError"]),
     (["mine:shapes_differ"], ["mine:shapes_differ cannot be compiled: TypeError", "shape"]),
     (["mine:number"], ["mine", "int", "'number'", "a class or a function"]),
