@@ -114,11 +114,11 @@ def child(preset: str, variant: str, sizes: str, began: float) -> None:
 
     intervals: dict[str, list[tuple[float, float]]] = {name: [] for name in EVENTS}
 
-    def on_event(event: str, seconds: float, **_: Any) -> None:
+    def on_event(event: str, duration_secs: float, **_: Any) -> None:
         end = time.time()
         for name, events in EVENTS.items():
             if event.rsplit("/", 1)[-1] in events:
-                intervals[name].append((end - seconds, end))
+                intervals[name].append((end - duration_secs, end))
 
     jax.monitoring.register_event_duration_secs_listener(on_event)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
