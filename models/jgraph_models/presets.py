@@ -51,7 +51,7 @@ def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: 
 def _tiny(preset: str, model: GPTConfig, *, batch_size: int) -> TrainConfig:
     return TrainConfig.from_fields(
         preset=preset,
-        # Takes less than 100 s on two CPU cores. In this time, many small steps reach a lower loss than few large steps.
+        # Takes less than two minutes on two CPU cores. In this time, many small steps reach a lower loss than few large steps.
         steps=700,
         batch_size=batch_size,
         seq_len=128,
