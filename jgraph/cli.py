@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from tyro.constructors import PrimitiveConstructorSpec
 
-from jgraph.errors import ConfigError, JgraphError, NonFiniteError
+from jgraph.errors import ConfigError, JgraphError, NonFiniteError, of_type
 
 _T = TypeVar("_T")
 
@@ -265,7 +265,7 @@ def find(name: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as e:  # the import of a user module may raise any exception
         raise ConfigError(f"{module} cannot be imported: {reason(e)}", field="name") from e
     if not callable(found):
-        problem = f"has no {attribute!r}" if found is None else f"has {attribute!r}, of type {type(found).__name__}"
+        problem = f"has no {attribute!r}" if found is None else f"has {attribute!r}, {of_type(found)}"
         raise ConfigError(f"{module} {problem}: must be a class or a function", field="name")
     return found
 

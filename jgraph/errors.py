@@ -53,7 +53,12 @@ class ConfigError(JgraphError):
 def shown(value: object) -> str:
     """Returns a short `repr` of a value for a message, or its type if the `repr` is long."""
     text = repr(value)
-    return text if len(text) <= 80 and "\n" not in text else f"of type {type(value).__name__}"
+    return text if len(text) <= 80 and "\n" not in text else of_type(value)
+
+
+def of_type(value: object) -> str:
+    """Describes a value by its type, for a message: the `repr` of a step or of arrays is long and slow to make."""
+    return f"of type {type(value).__name__}"
 
 
 def check_choice(field: str, value: object, allowed: Collection[str]) -> None:

@@ -60,6 +60,11 @@ class Timer:
         return statistics.median(samples)
 
 
+def without_overlap(run: Run, wait: Run, platform: str) -> Run:
+    """Returns a call that waits on a CPU, where the threads of two calls at once can wait for each other forever."""
+    return (lambda: (run(), wait())) if platform == "cpu" else run
+
+
 def in_round(programs: Sequence[T], number: int) -> Sequence[T]:
     """Returns the programs in the order of a round. Odd rounds are reversed, so that a drift does not favor the first."""
     return programs[::-1] if number % 2 else programs

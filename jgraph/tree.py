@@ -34,6 +34,11 @@ def key_data(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
+def was_donated(tree: Tree) -> bool:
+    """True if a call has donated an array of the tree."""
+    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(tree))
+
+
 def is_router(name: str) -> bool:
     """True for the parameter of a router, the layer that chooses experts."""
     # Routers stay in full precision, because rounding changes the chosen experts.

@@ -58,7 +58,7 @@ class Timer(timing.Timer):
         return self.back_to_back(lambda: (run(), wait()), lambda: None)
 
     def on_platform(self, run: Run, wait: Run, platform: str) -> dict[str, Any]:
-        """Times steps back to back, except on a CPU, where the threads of two concurrent steps can deadlock.
+        """Times steps back to back, except on a CPU (`jgraph.timing.without_overlap`).
 
         Args:
             run: Dispatches a step.
@@ -68,7 +68,7 @@ class Timer(timing.Timer):
         Returns:
             `ms`, `power_watts` and `sm_clock_mhz`.
         """
-        return (self.one_by_one if platform == "cpu" else self.back_to_back)(run, wait)
+        return self.back_to_back(timing.without_overlap(run, wait, platform), wait)
 
     def each(self, runs: Mapping[str, Run], wait: Run) -> dict[str, Any]:
         """Times several functions, one after another.

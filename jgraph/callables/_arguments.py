@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jgraph.callables._borrowed import check_no_handles
 from jgraph.callables._dataflow import layers_of, ranks_of
 from jgraph.callables.shaped import Shaped, Side, shape_of
-from jgraph.errors import CallableError, OrderError
+from jgraph.errors import CallableError, OrderError, of_type
 from jgraph.schedule.action import FORWARD, WGRAD
 from jgraph.schedule.order import Order, one_each
 from jgraph.schedule.schedule import Schedule
@@ -33,7 +33,7 @@ def each(name: str, given: Sequence[Any] | None, count: int, *, of: str = "calla
     if given is None:
         return (None,) * count
     if not isinstance(given, (tuple, list)) or len(given) != count:
-        found = f"has length {len(given)}" if isinstance(given, (tuple, list)) else f"is of type {type(given).__name__}"
+        found = f"has length {len(given)}" if isinstance(given, (tuple, list)) else f"is {of_type(given)}"
         raise CallableError(f"`{name}` {found}: must be a tuple of length {count}, one value per {of[:-1]}", field=name)
     return tuple(given)
 

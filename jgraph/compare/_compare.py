@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from jgraph.compare._difference import Difference, difference
-from jgraph.compare._program import Program, Running, of_type
-from jgraph.errors import ConfigError, require
+from jgraph.compare._program import Program, Running
+from jgraph.errors import ConfigError, of_type, require
 from jgraph.page import render
 from jgraph.timing import Timer, in_round
 from jgraph.xla import CaptureReport

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias, TypeVar
 
 import jax
 
-from jgraph.errors import ConfigError, require
+from jgraph.errors import ConfigError, of_type, require
 from jgraph.step.compiled import CompiledStep
-from jgraph.timing import Timer
-from jgraph.tree import key_data
+from jgraph.timing import Timer, without_overlap
+from jgraph.tree import key_data, was_donated
 from jgraph.types import JaxDevice, Tree
 from jgraph.xla import CaptureReport
 from jgraph.xla.explain import Memory, explain
@@ -47,7 +47,6 @@ class Program:
     result: Callable[[Any], Tree] | None = None
 
     def __post_init__(self):
-        # A type, because the text of a step or of arrays is long and slow to make.
         require(callable(self.fn), "fn", of_type(self.fn), "a function")
         require(isinstance(self.args, tuple | list), "args", of_type(self.args), "a tuple, such as (state, batch)")
         is_compiled = isinstance(self.fn, CompiledStep | jax.stages.Compiled)
@@ -101,9 +100,7 @@ class Running:
     def turn(self, timer: Timer) -> tuple[float, float]:
         """Returns the time of a call and the host time of a dispatch, in ms."""
         self._restart()
-        # The threads of two calls at once on several CPU devices can wait for each other forever.
-        run = self._run_and_wait if self.devices[0].platform == "cpu" else self._run
-        repeats_ms, _ = timer.repeats_ms(run, self._wait)
+        repeats_ms, _ = timer.repeats_ms(without_overlap(self._run, self._wait, self.devices[0].platform), self._wait)
         host_ms = timer.dispatch_seconds(self._run, self._wait) * 1e3
         self._free()
         return statistics.median(repeats_ms), host_ms
@@ -123,10 +120,6 @@ class Running:
     def _wait(self) -> None:
         jax.block_until_ready((self._result, self._args))
 
-    def _run_and_wait(self) -> None:
-        self._run()
-        self._wait()
-
     def _feed_back(self) -> None:
         for i, path in self._returned.items():
             self._args[i] = reduce(getitem, path, self._result)
@@ -135,7 +128,7 @@ class Running:
         """Yields each argument that the first call donated, and the first part of the result with the same leaves."""
         parts = dict(_parts(self._result))
         for i, arg in enumerate(self._args):
-            if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(arg)):
+            if was_donated(arg):
                 path = next((path for path, part in parts.items() if _signature(part) == _signature(arg)), None)
                 if path is None:
                     problem = f"donates argument {i} and returns nothing like it"
@@ -143,11 +136,6 @@ class Running:
                     raise ConfigError(f"`fn` {self._program.label} {problem}: {must}", field="fn")
                 del parts[path]
                 yield i, path
-
-
-def of_type(value: object) -> str:
-    """Describes a value by its type."""
-    return f"of type {type(value).__name__}"
 
 
 def _copied(arg: T) -> T:

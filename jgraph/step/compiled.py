@@ -10,10 +10,11 @@ import jax
 import numpy as np
 
 from jgraph.dispatch import in_turn
-from jgraph.errors import ConfigError, NonFiniteError, ShapeError
+from jgraph.errors import ConfigError, NonFiniteError, ShapeError, of_type
 from jgraph.step.state import StepMetrics, TrainState
 from jgraph.strategies import checks
 from jgraph.strategies.base import GradientProgram
+from jgraph.tree import was_donated
 from jgraph.types import Batch
 from jgraph.xla import CaptureReport
 from jgraph.xla.donation import alias_map
@@ -81,8 +82,8 @@ class CompiledStep:
         if not isinstance(state, TrainState):
             swapped = "; `state` and `batch` are swapped" if isinstance(batch, TrainState) else ""
             must = f"must be a TrainState, from step.init(params) or the last call{swapped}"
-            raise ConfigError(f"`state` is of type {type(state).__name__}: {must}", field="state")
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+            raise ConfigError(f"`state` is {of_type(state)}: {must}", field="state")
+        if was_donated(state):
             must = "must be the state that this call returned, as in state, metrics = run(state, batch)"
             raise ConfigError(f"`state` was donated by another call: {must}", field="state")
         checks.check_tree("`state`", state, self.executable.args_info[0][0], like="the state of this step", field="state")
