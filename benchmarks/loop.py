@@ -16,15 +16,12 @@ python -m benchmarks.loop --out loop.json --xla-options xla_gpu_experimental_for
     --plain "same flatten xla_gpu_experimental_force_split_k=1"
 """
 
-import dataclasses
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 import optax
 import tyro
 from flax import nnx
@@ -32,10 +29,10 @@ from jax import Array
 
 import jgraph
 from benchmarks.peers.plain_jax import plain_step
+from benchmarks.programs.step import tokens_of
 from benchmarks.rows import Row
-from benchmarks.runner import Options, environment
+from benchmarks.runner import Options, store
 from benchmarks.works import preset_config
-from jgraph.compare._compare import Measurement
 from jgraph.train.config import TrainConfig
 from jgraph.train.optimizer import learning_rate
 from jgraph.train.setup import TrainSetup
@@ -50,7 +47,7 @@ class LoopOptions:
     """Flags of the comparisons."""
 
     out: Path
-    """JSON file of the comparisons, replaced if it exists."""
+    """JSON file of the comparisons. Those that do not run again stay in it."""
     comparisons: tuple[Name, ...] = ("loop", "declared", "command")
     """Comparisons to run, in this order."""
     plain: str = "same flatten"
@@ -82,8 +79,7 @@ class Programs:
         self.xla_options = xla_options
         self._plain = plain_step(config, plain.split(), platform=jax.default_backend())
         self._state = self._plain.init()
-        tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, self._plain.batch.shape)
-        self._tokens_BS = jax.device_put(tokens.astype(np.int32))
+        self._tokens_BS = jax.device_put(tokens_of(config))
         rate = learning_rate(config.optimizer, config.steps)
         settings = config.optimizer
         self._adamw = optax.adamw(
@@ -144,25 +140,19 @@ def main(options: LoopOptions) -> None:
         "declared": ("loop", "declared"),
         "command": ("plain", "command"),
     }
+    makers = {"plain": programs.plain, "loop": programs.loop, "declared": programs.declared, "command": programs.command}
     made: dict[str, jgraph.Program] = {}
-    works: dict[str, Any] = {}
     for name in options.comparisons:
         for each in pairs[name]:
-            made[each] = made.get(each) or getattr(programs, each)()
+            made[each] = made.get(each) or makers[each]()
         f, g = (made[each] for each in pairs[name])
         compared = jgraph.compare(f, g, rounds=options.rounds, seconds=options.seconds)
         print(compared, end="\n\n", flush=True)
-        works[name] = {
-            "environment": environment(revision=options.revision),
-            "options": dataclasses.asdict(options) | {"out": str(options.out)},
-            "device": compared.f.device,
-            "rows": [row(compared.f), row(compared.g)],
-            "difference": str(compared.difference),
-        }
-        options.out.write_text(json.dumps({"works": works}, indent=2) + "\n")
+        rows = [row(compared.f), row(compared.g)]
+        store(options.out, name, options, rows, device=compared.f.device, difference=str(compared.difference))
 
 
-def row(measured: Measurement) -> Row:
+def row(measured: jgraph.Measurement) -> Row:
     """Returns the row of one program in a results file."""
     return {
         "system": "jax" if measured.name.startswith("jax ") else "jgraph",

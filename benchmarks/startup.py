@@ -13,7 +13,6 @@ has these seconds:
   `python -m benchmarks compare`.
 """
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -28,7 +27,7 @@ from typing import Any, Literal
 import tyro
 
 from benchmarks.rows import Row
-from benchmarks.runner import Options, environment
+from benchmarks.runner import Options, store
 from benchmarks.works import preset_config, vary
 
 # Names of JAX's events by key of the row.
@@ -44,7 +43,7 @@ class StartupOptions:
     """Flags of the benchmark."""
 
     out: Path
-    """JSON file of the rows, replaced if it exists."""
+    """JSON file of the rows. Presets that do not run again stay in it."""
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m")
     """Presets to start."""
     variants: tuple[str, ...] = ("jgraph", "jgraph num_microbatches=8", "jax same", "torch compile")
@@ -63,16 +62,9 @@ def main(options: StartupOptions) -> None:
     Args:
         options: Flags.
     """
-    works: dict[str, Any] = {}
     for preset in options.presets:
         rows = [row for variant in options.variants for row in started_twice(preset, variant, options)]
-        works[preset] = {
-            "environment": environment(revision=options.revision),
-            "options": dataclasses.asdict(options) | {"out": str(options.out)},
-            "device": next((row.pop("device") for row in rows if "device" in row), ""),
-            "rows": [{name: value for name, value in row.items() if name != "device"} for row in rows],
-        }
-        options.out.write_text(json.dumps({"works": works}, indent=2) + "\n")
+        store(options.out, preset, options, rows, device=next((row["device"] for row in rows if "device" in row), None))
 
 
 def started_twice(preset: str, variant: str, options: StartupOptions) -> Iterator[Row]:
@@ -133,8 +125,8 @@ def child(preset: str, variant: str, sizes: str, began: float) -> None:
 def jgraph_first(config: Any, settings: str) -> tuple[Callable[[], Any], float]:
     """Returns the first step of the command line, compiled when called, and the time when it is built."""
     import jax
-    import numpy as np
 
+    from benchmarks.programs.step import tokens_of
     from jgraph.train.setup import TrainSetup
 
     setup = TrainSetup.from_config(vary(config.changed(graph="auto"), settings))
@@ -143,9 +135,7 @@ def jgraph_first(config: Any, settings: str) -> tuple[Callable[[], Any], float]:
     def first() -> Any:
         init = setup.compile_init()
         run = setup.compile_step()
-        shape = config.input.batch_size, config.input.seq_len + 1
-        tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
-        return run(init(), jax.device_put(setup.step.place(tokens)))
+        return run(init(), jax.device_put(setup.step.place(tokens_of(config))))
 
     return first, built
 
@@ -153,14 +143,13 @@ def jgraph_first(config: Any, settings: str) -> tuple[Callable[[], Any], float]:
 def plain_first(config: Any, settings: str) -> tuple[Callable[[], Any], float]:
     """Returns the first step of plain JAX, compiled when called, and the time when it is built."""
     import jax
-    import numpy as np
 
     from benchmarks.peers.plain_jax import plain_step
+    from benchmarks.programs.step import tokens_of
 
     plain = plain_step(config, settings.split(), platform=jax.default_backend())
     built = time.time()
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, plain.batch.shape).astype(np.int32)
-    return lambda: plain.step(plain.init(), tokens), built
+    return lambda: plain.step(plain.init(), tokens_of(config)), built
 
 
 def torch_row(variant: str, config: Any, began: float) -> Row:

@@ -34,7 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jgraph
 from benchmarks.peers.protocol import answer, read_request, take_turns
-from benchmarks.programs.step import compiled_bytes, first_devices, make_stepper, measure, step_size
+from benchmarks.programs.step import compiled_bytes, first_devices, make_stepper, measure, step_size, tokens_of
 from benchmarks.rows import Row
 from jgraph.train.config import TrainConfig
 from jgraph.train.metrics import peak_memory_bytes
@@ -271,8 +271,7 @@ def time_plain_jax(request: Row) -> None:
     plain = plain_step(config, words, mesh, platform=devices[0].platform)
     answer(device=f"{len(devices)} x {devices[0].device_kind}")
     state = plain.init()
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, plain.batch.shape).astype(np.int32)
-    tokens_BS = jax.device_put(tokens, plain.batch.sharding)
+    tokens_BS = jax.device_put(tokens_of(config), plain.batch.sharding)
     compiled = plain.step.lower(state, tokens_BS).compile()
     answer(**compiled_bytes(compiled), **step_size(compiled, state))
 

@@ -80,9 +80,7 @@ class Step:
         )
 
         def batch(seed: int) -> Any:
-            shape = config.input.batch_size, config.input.seq_len + 1
-            rows_BS = np.random.default_rng(seed).integers(0, config.model.vocab_size, shape).astype(np.int32)
-            return jax.device_put(setup.step.place(rows_BS))
+            return jax.device_put(setup.step.place(tokens_of(config, seed)))
 
         step = cls(devices, run, init(), batch, batch(0))
         jax.block_until_ready(step.state)
@@ -121,6 +119,12 @@ class Step:
 
         yield from soak(run, wait, self.devices, self.result, **request)
         yield {"losses": losses}
+
+
+def tokens_of(config: TrainConfig, seed: int = 0) -> np.ndarray:
+    """Returns random int32 token ids [B, S] of a batch."""
+    shape = config.input.batch_size, config.input.seq_len + 1
+    return np.random.default_rng(seed).integers(0, config.model.vocab_size, shape).astype(np.int32)
 
 
 def first_devices(ranks: int) -> list[Any]:
