@@ -1,6 +1,7 @@
 """Starts PyTorch scripts with one process per rank."""
 
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ def run(module: str, folder: Path, *arguments: str) -> None:
     processes = []
     try:
         for rank, log in enumerate(logs):
-            command = [sys.executable, "-m", module, str(rank), str(RANKS), str(folder / "rendezvous"), *arguments]
+            command = [sys.executable, "-m", __name__, module, str(rank), str(RANKS), str(folder / "rendezvous"), *arguments]
             with log.open("w") as out:
                 processes.append(subprocess.Popen(command, env=environ, stdout=out, stderr=out))
         deadline = time.monotonic() + _TIMEOUT_S
@@ -37,3 +38,12 @@ def run(module: str, folder: Path, *arguments: str) -> None:
             process.wait()
     codes = [process.returncode for process in processes]
     assert codes == [0] * RANKS, "\n".join([f"exit codes {codes}", *(log.read_text() for log in logs)])
+
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # os._exit, because torch 2.13 with gloo sometimes aborts a regular exit over a running thread.
+    os._exit(0)
