@@ -1,0 +1,123 @@
+"""Step time and memory of one step by its number of microbatches, beside programs that unroll them, in one process.
+
+python -m benchmarks.microbatches --out microbatches.json
+python -m benchmarks.microbatches --out microbatches.json --presets cpu-tiny --sizes tiny --counts 1 2    # on a CPU
+
+The global batch is the same for every count. All programs of a preset are compiled at once, in threads, and take turns.
+`M unrolled` has M microbatches in the body of the loop; `M serialized` is the same without concurrent kernels in a CUDA
+graph. They are no options of the library.
+"""
+
+import functools
+import statistics
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+import jax
+import tyro
+
+from benchmarks.programs.step import tokens_of
+from benchmarks.rows import Row
+from benchmarks.runner import Options, store
+from benchmarks.works import preset_config
+from jgraph.strategies import _accumulate
+from jgraph.timing import Timer, in_round, without_overlap
+from jgraph.train.config import TrainConfig
+from jgraph.train.setup import TrainSetup
+from jgraph.xla.explain import Memory
+
+_ACCUMULATE = "jgraph.strategies._data_parallel.accumulate"
+# Kernels of one CUDA graph run one after the other.
+_SERIALIZED = "xla_gpu_command_buffer_scheduling_mode=SERIALIZE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchOptions:
+    """Flags of the benchmark."""
+
+    out: Path
+    """JSON file of the rows. Presets that do not run again stay in it."""
+    presets: tuple[str, ...] = ("launch-bound", "gpt-124m")
+    """Presets to time."""
+    batch_size: int = 64
+    """Sequences of a step."""
+    counts: tuple[int, ...] = (1, 2, 4, 8, 16, 64)
+    """Numbers of microbatches."""
+    unrolled: tuple[int, ...] = (2,)
+    """Numbers of microbatches that are also timed unrolled, and unrolled and serialized."""
+    rounds: int = 3
+    """Turns of each program."""
+    seconds: float = 0.3
+    """Seconds of a repeat."""
+    sizes: Literal["full", "tiny"] = "full"
+    """Use `tiny` on a machine without a GPU."""
+    revision: str = ""
+    """Git revision to store in the results, for a copy of the sources without .git."""
+
+
+def main(options: MicrobatchOptions) -> None:
+    """Times every preset, and writes the file after each.
+
+    Args:
+        options: Flags.
+    """
+    device = f"1 x {jax.devices()[0].device_kind}"
+    for preset in options.presets:
+        config = preset_config(preset, Options(sizes=options.sizes)).changed(batch_size=options.batch_size)
+        rows = list(timed(list(programs(config, options)), config, options))
+        store(options.out, preset, options, rows, device=device)
+
+
+def programs(config: TrainConfig, options: MicrobatchOptions) -> Iterator[tuple[Row, TrainSetup, Any]]:
+    """Yields the row, the setup and the lowered step of each program. Traces in turn: a patch applies to all threads."""
+    variants = [(count, "") for count in options.counts]
+    variants += [(count, how) for count in options.unrolled for how in ("unrolled", "serialized")]
+    for count, how in variants:
+        xla_options = (*config.compile.xla_options, *([_SERIALIZED] if how == "serialized" else []))
+        setup = TrainSetup.from_config(config.changed(num_microbatches=count, xla_options=xla_options))
+        at_once = functools.partial(_accumulate.accumulate, at_once=count)
+        with mock.patch(_ACCUMULATE, at_once if how else _accumulate.accumulate):
+            lowered = setup.step.lower(setup.batch())
+        yield {"system": "jgraph", "variant": f"{count} {how}".strip()}, setup, lowered
+
+
+def timed(found: list[tuple[Row, TrainSetup, Any]], config: TrainConfig, options: MicrobatchOptions) -> Iterator[Row]:
+    """Compiles the programs and yields their rows with times."""
+    platform = jax.default_backend()
+
+    def compiled(program: tuple[Row, TrainSetup, Any]) -> Any:
+        row, setup, lowered = program
+        run = lowered.compile(setup.options(platform))
+        memory = Memory.read(run)
+        row |= {"temp_bytes": memory.temporaries, "step_bytes": memory.total} if memory else {}
+        return run
+
+    with ThreadPoolExecutor() as threads:
+        executables = list(threads.map(compiled, found))
+    state = [found[0][1].init()]
+    timer = Timer(seconds=options.seconds, repeats=1, warmup_seconds=options.seconds)
+    order = list(range(len(found)))
+    times: list[list[float]] = [[] for _ in order]
+    for number in range(options.rounds):
+        for i in in_round(order, number):
+            batch = jax.device_put(found[i][1].step.place(tokens_of(config)))
+
+            def run(executable: Any = executables[i], batch: Any = batch) -> None:
+                state[0], _ = executable(state[0], batch)
+
+            def wait() -> None:
+                jax.block_until_ready(state[0])
+
+            times[i] += timer.repeats_ms(without_overlap(run, wait, platform), wait)[0]
+            print(found[i][0]["variant"], f"{times[i][-1]:.3f} ms", flush=True)
+    for (row, _, _), repeats in zip(found, times, strict=True):
+        yield row | {"ms": statistics.median(repeats), "repeats_ms": repeats}
+        print(row, f"{statistics.median(repeats):.3f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(MicrobatchOptions, description=__doc__))
