@@ -24,7 +24,7 @@ from benchmarks.programs.step import tokens_of
 from benchmarks.rows import Row
 from benchmarks.runner import Options, store
 from benchmarks.works import preset_config
-from jgraph.strategies import _accumulate
+from jgraph.strategies._accumulate import MicrobatchFunction, accumulate
 from jgraph.timing import Timer, in_round, without_overlap
 from jgraph.train.config import TrainConfig
 from jgraph.train.setup import TrainSetup
@@ -78,11 +78,14 @@ def programs(config: TrainConfig, options: MicrobatchOptions) -> Iterator[tuple[
     variants += [(count, how) for count in options.unrolled for how in ("unrolled", "serialized")]
     for count, how in variants:
         xla_options = (*config.compile.xla_options, *([_SERIALIZED] if how == "serialized" else []))
-        setup = TrainSetup.from_config(config.changed(num_microbatches=count, xla_options=xla_options))
-        at_once = functools.partial(_accumulate.accumulate, at_once=count)
-        with mock.patch(_ACCUMULATE, at_once if how else _accumulate.accumulate):
+        with mock.patch(_ACCUMULATE, functools.partial(_unrolled, count) if how else accumulate):
+            setup = TrainSetup.from_config(config.changed(num_microbatches=count, xla_options=xla_options))
             lowered = setup.step.lower(setup.batch())
         yield {"system": "jgraph", "variant": f"{count} {how}".strip()}, setup, lowered
+
+
+def _unrolled(count: int, run: MicrobatchFunction, num_microbatches: int, **settings: Any) -> MicrobatchFunction:
+    return accumulate(run, num_microbatches, **settings | {"at_once": count})
 
 
 def timed(found: list[tuple[Row, TrainSetup, Any]], config: TrainConfig, options: MicrobatchOptions) -> Iterator[Row]:

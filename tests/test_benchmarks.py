@@ -24,6 +24,7 @@ from benchmarks import (
     fsdp,
     grouped,
     loop,
+    microbatches,
     moe,
     readme,
     rows,
@@ -259,6 +260,20 @@ def test_a_start_is_divided_into_phases_that_do_not_count_nested_intervals_twice
     assert 0 < row["compile_s"] < row["first_step_s"]
     failed = startup.in_process("launch-bound", "jgraph num_microbatches=3", options, {})
     assert "must be a divisor of `batch_size` 2" in failed["failed"]
+
+
+@pytest.mark.long
+def test_unrolled_microbatches_need_more_memory_than_a_loop_over_them(tmp_path):
+    out = tmp_path / "microbatches.json"
+    microbatches.main(
+        microbatches.MicrobatchOptions(
+            out=out, presets=("launch-bound",), batch_size=2, counts=(2,), rounds=1, seconds=0.01, sizes="tiny"
+        )
+    )
+    rows = {row["variant"]: row for row in read(out)["launch-bound"]["rows"]}
+    assert list(rows) == ["2", "2 unrolled", "2 serialized"]
+    assert rows["2"]["temp_bytes"] < rows["2 unrolled"]["temp_bytes"]
+    assert not any(unknown_keys(row) for row in rows.values())
 
 
 def test_words_of_a_plain_jax_variant_combine_and_unknown_words_are_refused():

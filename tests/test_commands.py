@@ -121,6 +121,7 @@ def blocked(tmp_path):
     return tmp_path / "file" / "inside"
 
 
+@pytest.mark.long
 def test_an_output_path_that_cannot_be_created_is_refused_with_its_flag(capsys, blocked, tokenizer_file):
     commands = [
         (data, ("make", "--text", blocked.parent, "--tokenizer", tokenizer_file), "--out"),

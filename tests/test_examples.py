@@ -198,7 +198,11 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("module", MODULES)
+# These compile several programs.
+LONG = ("jgraph.kernels._documents", "jgraph.moe._layer", "jgraph.precision.transform")
+
+
+@pytest.mark.parametrize("module", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in MODULES])
 def test_examples_in_docstrings_give_what_they_show(module):
     found = doctest.testmod(importlib.import_module(module), extraglobs={"jgraph": jgraph, "jax": jax, "jnp": jax.numpy})
     assert found.attempted > 0

@@ -79,6 +79,7 @@ def test_every_shape_works_with_every_chunk_that_divides_its_tokens(data, batch,
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_the_gradient_is_scaled_by_the_cotangent():
     arrays = example()
     gradient = jax.grad(lambda x: 3 * jgraph.cross_entropy(x, *arrays[1:]))(arrays[0])
@@ -107,6 +108,7 @@ def test_gradients_have_the_dtypes_of_their_arguments_and_the_loss_is_float32():
     assert (loss.dtype, *(g.dtype for g in gradients)) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
 
 
+@pytest.mark.long
 def test_statistics_of_bfloat16_logits_have_float32_precision(op_by_op):
     # The logits are exact, so only the statistics are rounded. A bfloat16 sum of 1024 ones would stop at 256, log(4) too low.
     rng = np.random.default_rng(0)
@@ -114,6 +116,7 @@ def test_statistics_of_bfloat16_logits_have_float32_precision(op_by_op):
     assert_close(ours(*arrays)[0], referee(*arrays)[0], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_rounding_logits_to_bfloat16_changes_the_loss_by_at_most_two_roundings(op_by_op):
     # An error of at most r in the logits changes log-sum-exp and the label's logit by at most r each.
     arrays = example(8, 64, 32, 1024, dtype=jnp.bfloat16)
@@ -121,6 +124,7 @@ def test_rounding_logits_to_bfloat16_changes_the_loss_by_at_most_two_roundings(o
     assert abs(ours(*arrays)[0] - referee(*arrays)[0]) <= 2 * BF16_ROUNDING * largest
 
 
+@pytest.mark.long
 def test_gradients_of_the_head_are_summed_over_chunks_in_float32(op_by_op):
     # With a uniform softmax, the gradient of a token is a quarter of its x: 1, then 2**-9 each. In bfloat16, 1 + 2**-9 is 1.
     x_BTD = jnp.full((1, 16, 1), 2.0**-9, jnp.bfloat16).at[0, 0].set(1)
@@ -129,6 +133,7 @@ def test_gradients_of_the_head_are_summed_over_chunks_in_float32(op_by_op):
     np.testing.assert_allclose(dhead_DV[0, 1:].astype(jnp.float32), expected, rtol=BF16_ROUNDING)
 
 
+@pytest.mark.long
 def test_gradients_in_bfloat16_differ_by_rounding_only(op_by_op):
     rng = np.random.default_rng(0)
     arrays = exact_logits(rng.standard_normal((16, 64)), rng.integers(0, 64, 16), jnp.bfloat16)
@@ -305,6 +310,7 @@ def temporary_bytes_per_logit(chunk):
     return compiled.memory_analysis().temp_size_in_bytes / (tokens * vocab)
 
 
+@pytest.mark.long
 @pytest.mark.target
 @pytest.mark.parametrize("chunk", [0, 1024])
 def test_the_compiled_gradient_holds_no_float32_logits_of_the_whole_batch(h200, chunk):

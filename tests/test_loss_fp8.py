@@ -79,6 +79,7 @@ def test_weights_change_the_scale_of_the_gradient():
         assert difference(gradient, quantized) < 0.005
 
 
+@pytest.mark.long
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_a_sharded_and_padded_vocabulary_has_the_gradients_of_one_device():
     x, head, labels = arrays()

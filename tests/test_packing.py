@@ -30,6 +30,7 @@ def assert_same(actual, expected):
         np.testing.assert_array_equal(a, e)
 
 
+@pytest.mark.long
 @settings(max_examples=25)
 @given(tree=trees, small=st.integers(0, 70))
 def test_unpack_inverts_pack(tree, small):
@@ -101,6 +102,7 @@ def test_matrices_decay_and_vectors_do_not_large_or_small():
     }
 
 
+@pytest.mark.long
 def test_scales_and_biases_of_stacked_layers_do_not_decay():
     stacked = {"norm": {"scale": jnp.ones((4, 8))}, "up": {"kernel": jnp.ones((4, 8, 2)), "bias": jnp.ones((4, 2))}}
     one = jax.tree.map(lambda leaf: leaf[0], stacked)
@@ -114,6 +116,7 @@ def test_scales_and_biases_of_stacked_layers_do_not_decay():
     assert decayed(stacked) == decayed(one) == {"norm": {"scale": False}, "up": {"kernel": True, "bias": False}}
 
 
+@pytest.mark.long
 def test_gradients_through_unpack_equal_the_gradients_of_the_tree():
     rng = np.random.default_rng(0)
     weights = jax.tree.map(lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32), PARAMS)

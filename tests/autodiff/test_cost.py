@@ -45,6 +45,7 @@ def test_forward_dgrad_and_wgrad_of_an_mlp_have_equal_flops():
     assert dgrad + wgrad <= 1.005 * (joint - forward)
 
 
+@pytest.mark.long
 def test_a_gpt_block_has_the_expected_flops():
     T, D, F = 256, 1024, 4096
     settings = config(d_model=D, d_ff=F, num_heads=8, num_kv_heads=8)
@@ -60,6 +61,7 @@ def test_a_gpt_block_has_the_expected_flops():
     assert dgrad + wgrad <= 1.005 * (joint - forward)
 
 
+@pytest.mark.long
 def test_experts_have_the_expected_flops_and_saved_arrays():
     stage, rows = STAGES["grouped experts"](), 2 * 2 * 16
     # On a CPU each of the three experts multiplies all rows. up counts as two matmuls of this size, down as one.
@@ -179,6 +181,7 @@ def kept_bytes(policy) -> int:
     return nbytes["forward_dgrad"] + nbytes["forward_wgrad"]
 
 
+@pytest.mark.long
 def test_the_checkpoint_policy_of_a_stage_selects_the_saved_arrays():
     policies = jax.checkpoint_policies
     everything, products, nothing = map(kept_bytes, (None, policies.dots_saveable, policies.nothing_saveable))

@@ -78,6 +78,7 @@ def relative(ours, reference) -> list[float]:
     return [float(jnp.linalg.norm((a.astype(jnp.float32) - b).ravel()) / jnp.linalg.norm(b.ravel())) for a, b in pairs]
 
 
+@pytest.mark.long
 def test_in_bfloat16_main_grad_is_as_accurate_as_jax_vjp():
     exact = gpt_block()
     low = gpt_block(compute_dtype="bfloat16")

@@ -189,6 +189,7 @@ def test_run_requires_an_order():
         graphed.run(None, [X], chain.loss_fn, loss_args=[(X,)])
 
 
+@pytest.mark.long
 def test_run_requires_params_on_the_device_of_their_rank():
     schedule = generate("1f1b", pp=2, microbatches=2)
     graphed, _ = chain.build(2, order=schedule, devices=jax.devices()[:2])

@@ -45,6 +45,7 @@ def squares(params, x):
     return sum(h * h for h in wide) + sum(h * h for h in narrow).astype(x.dtype)
 
 
+@pytest.mark.long
 def test_small_residuals_are_one_array_per_dtype_between_forward_and_backward():
     signs = [jax.random.randint(jax.random.key(i), (chain.D, chain.D), -1, 2).astype(jnp.float32) for i in range(2)]
     x = jnp.round(2 * X)
@@ -77,6 +78,7 @@ def test_dgrad_followed_by_wgrad_equals_the_backward():
     assert isinstance(grads["b"], jax.Array)
 
 
+@pytest.mark.long
 def test_wgrads_of_grouped_matmuls_can_be_delayed():
     params, x = grouped_params(), hidden()
     call = jgraph.make_graphed_callables(grouped_mlp, params, (x,), delay_wgrad=True)[0]
@@ -319,6 +321,7 @@ def test_the_build_uses_the_jax_config_of_the_calling_thread():
 # Donation
 
 
+@pytest.mark.long
 def test_the_callers_arrays_are_never_donated_or_changed():
     """Runs 100 steps with reused buffers, forced garbage collection and new arrays that overwrite freed memory."""
 
@@ -542,6 +545,7 @@ def test_a_callback_gets_a_parameter_that_nothing_else_reads(capfd):
     assert "scale = 7.0" in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_an_nnx_module_takes_its_dropout_key_as_an_argument():
     module, key = Dense(nnx.Rngs(0)), jax.random.key(3)
     params = nnx.state(module, nnx.Param)
@@ -644,6 +648,7 @@ def noisy(params, x, *, key):
     return chain.stage(params, x) * jax.random.bernoulli(key, 0.5, x.shape)
 
 
+@pytest.mark.long
 def test_run_folds_the_key_by_step_microbatch_and_callable():
     params, key = tuple(map(chain.make_params, range(2))), jax.random.key(7)
     graphed = jgraph.make_graphed_callables(

@@ -121,6 +121,7 @@ def test_main_grad_of_fp8_state_is_the_maximum_since_the_last_zero_grads():
         assert_same_bits([g.main_grad[1] for g in graphed], [state for _, state, _ in expected])
 
 
+@pytest.mark.long
 def test_arrays_saved_only_for_the_wgrad_use_one_byte_per_element():
     fns, given, xs, _ = make("delayed")
     shaped = build(fns, given, xs, delay_wgrad=True)[0].shaped

@@ -46,6 +46,7 @@ def test_every_executable_of_a_block_is_one_command_buffer(h200, delay):
         assert report.outside == ()
 
 
+@pytest.mark.long
 def test_main_grad_is_updated_in_place_on_an_h200(h200):
     parts = aliased(h200[0])[0].parts
     assert len(parts["backward"].adds) == 6

@@ -80,7 +80,13 @@ def assert_is_own_state(step: Any, canonical: Any, state: Tree, moments: Sequenc
         assert found == {array: expected[array] for array in found}
 
 
-@pytest.mark.parametrize(("case", "layout"), sorted(FAST))
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        pytest.param(*each, marks=[pytest.mark.long] * (each[0] in ("adafactor", "experts", "frozen", "lora")))
+        for each in sorted(FAST)
+    ],
+)
 def test_an_old_checkpoint_of_another_layout_is_restored_bit_for_bit(case, layout, folder):
     layouts = CASES[case].layouts
     source = layouts[layouts.index(layout) - 1]

@@ -276,6 +276,7 @@ def test_an_item_goes_to_the_row_with_the_least_space_that_is_enough():
     assert best_fit([6, 7, 3, 2, 2], 10) == [[1, 2], [0, 3, 4]]
 
 
+@pytest.mark.long
 @settings(max_examples=30)
 @given(LENGTHS, st.integers(1, 5), st.integers(0, 2**63))
 def test_an_epoch_has_every_conversation_once_in_one_row_with_its_mask(lengths, batch_size, seed):
@@ -484,6 +485,7 @@ def test_show_names_its_own_flags_in_errors(tmp_path, capsys):
     assert "--tokenizer is folder: must be left out unless --format is chat" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_show_refuses_a_record_that_does_not_exist(tmp_path, folder, capsys):
     data = write(tmp_path / "chat.jsonl", [{"messages": MESSAGES}])
     assert main(["show", data, "--format", "chat", "--tokenizer", str(folder), "--record", "1"]) == 2

@@ -46,6 +46,7 @@ def test_synthetic_has_a_fixed_fingerprint():
     assert corpus.fingerprint == "c4ae420ed81171a78f8ff6721bb40c42857e4c496b425424a3b1b9ef118d6448"
 
 
+@pytest.mark.long
 def test_synthetic_has_the_documented_entropy():
     text = bytes(open_corpus("synthetic").train[:])
     pairs = Counter(pairwise(text))

@@ -54,6 +54,7 @@ def test_permutations_and_mixtures_have_fixed_values():
     assert permutation(10**9, _bits(1, 2, 3))(np.arange(8)).tolist() == FIRST_NUMBERS
 
 
+@pytest.mark.long
 def test_permutations_are_uniform():
     counts = np.zeros((10, 10))
     for seed in range(300):
@@ -65,6 +66,7 @@ def test_permutations_are_uniform():
 # --- Documents ---
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(LENGTHS, st.integers(1, 20), st.integers(1, 4), st.integers(0, 2**64 - 1))
 def test_an_epoch_predicts_each_token_at_most_once_and_omits_at_most_one_row(lengths, seq_len, parts, seed):

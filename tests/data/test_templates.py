@@ -157,6 +157,7 @@ def read(tmp_path, template, *, turns=("Hi", "Hello!")):
     return [reader.tokenizer.decode(one.ids.tolist()) for one in reader.read([str(tmp_path / "chat.jsonl")])]
 
 
+@pytest.mark.long
 def test_templates_are_rendered_in_a_process_with_the_date_of_training(tmp_path):
     template = (
         "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"

@@ -133,6 +133,7 @@ def test_a_run_samples_with_the_biases_of_its_router():
     assert token == int(jnp.argmax(_validation.logits(setup, state, jnp.array(PROMPTS[:1]))[0, -1]))
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_a_model_with_router_biases_needs_its_state():
     model, params = gpt(num_layers=1, mlp="swiglu", moe=SIGMOID)
@@ -150,6 +151,7 @@ def test_sampled_text_is_the_same_with_and_without_a_cache():
     assert found == rows(jgraph.generate(uncached(model), params, PROMPTS, **choices))
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_one_layer_beyond_the_window_attends_to_the_last_tokens_only():
     model, params = gpt(num_layers=1)
@@ -180,6 +182,7 @@ def carry_of(model, params, sampling):
     return carry, weights, stop
 
 
+@pytest.mark.long
 def test_a_token_updates_cache_and_position_in_place():
     model, params = gpt()
     sampling = {"temperature": 1.0}

@@ -461,6 +461,7 @@ def test_a_folder_may_be_the_root(tmp_path):
     check_links(Path("/"), tmp_path)
 
 
+@pytest.mark.long
 def test_links_lead_into_the_blobs_of_a_hub_cache_and_nowhere_else(tmp_path):
     make(tmp_path / "f")
     chats.save_tokenizer(tmp_path / "f", chats.CHATML)
@@ -592,6 +593,7 @@ def test_a_folder_does_not_determine_how_a_router_is_trained(tmp_path):
     assert initial_weights(config) is not None
 
 
+@pytest.mark.long
 def test_a_mixture_starts_with_the_weights_of_a_folder_and_the_initial_state(tmp_path):
     folder, arrays = make(tmp_path / "f", MIXTRAL)
     config = TrainConfig.from_fields(model=MIXTRAL, fsdp=2, batch_size=2, seq_len=16, init_from=str(folder.path))

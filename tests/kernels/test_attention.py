@@ -37,6 +37,7 @@ def test_the_kernel_is_as_accurate_as_plain_jax(length, size):
         assert off[0] <= 1.1 * off[1]
 
 
+@pytest.mark.long
 def test_plain_jax_is_used_for_unsupported_shapes():
     assert choose((2, 128, 12, 64), jnp.bfloat16) == "xla"
     x, dy = arrays(24, 16)

@@ -97,6 +97,7 @@ def test_keys_that_no_query_reads_have_zero_gradients_in_the_kernel():
         np.testing.assert_array_equal(np.abs(gradient.astype(jnp.float32)).max((2, 3)) > 0, read)
 
 
+@pytest.mark.long
 def test_unsupported_arguments_are_refused():
     q, k, v, starts, _ = arrays(32, 256)
     for wrong, how in [((q[:, :8], k, v, starts), {}), ((q[:, :, :3], k, v, starts), {}), ((q, k, v, starts[0]), {}),

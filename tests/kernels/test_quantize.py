@@ -204,6 +204,7 @@ def test_the_kernel_with_a_function_compiles_for_an_h200(h200, name):
     assert report.total == 2
 
 
+@pytest.mark.long
 @needs_mosaic
 @pytest.mark.target
 def test_explain_reports_one_command_buffer_for_a_program_with_the_kernel(h200):

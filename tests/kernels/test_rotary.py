@@ -60,6 +60,7 @@ def test_the_interpreted_kernel_quantizes_the_gradient_without_rounding_it_to_bf
     assert found.amax == pytest.approx(float(expected.amax), rel=1e-6)
 
 
+@pytest.mark.long
 def test_a_length_that_the_kernel_does_not_support_is_quantized_in_plain_jax():
     x = gradient(64)
     x = x._replace(cos=x.cos[:96], sin=x.sin[:96], **{n: getattr(x, n)[:192] for n in ("dq", "dk", "dv")})

@@ -64,6 +64,7 @@ def test_bfloat16_compute_keeps_weights_and_gradients_in_float32(changes):
     assert {leaf.dtype for leaf in jax.tree.leaves((params, grads))} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.long
 def test_the_loss_in_bfloat16_is_close_to_float32():
     graphdef, params = split(CONFIG)
     in_bfloat16, _ = split(replace(compute_dtype="bfloat16"))
@@ -113,6 +114,7 @@ def test_scanned_layers_have_the_loss_of_unrolled_layers(scanned_and_unrolled):
     assert scanned == pytest.approx(float(unrolled), rel=1e-6)
 
 
+@pytest.mark.long
 def test_scanned_layers_have_the_gradients_of_unrolled_layers(scanned_and_unrolled):
     (_, scanned), (_, unrolled) = scanned_and_unrolled
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max()), scanned, unrolled)

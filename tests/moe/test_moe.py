@@ -154,6 +154,7 @@ def test_dispatch_and_combine_have_the_gradient_of_plain_indexing():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_copies_are_added_in_float32():
     order = ordered(jnp.asarray([[0, 1, 2]]))
     # In bfloat16, 256 + 1 is 256.
@@ -175,6 +176,7 @@ def test_gradients_of_the_layer_use_no_scatter_add():
 # --- Layer ---
 
 
+@pytest.mark.long
 def test_the_result_of_a_token_does_not_depend_on_other_tokens():
     moe, x = layer(shared_experts=1), rows(2, 8, D)
     moe.eval()
@@ -183,6 +185,7 @@ def test_the_result_of_a_token_does_not_depend_on_other_tokens():
     np.testing.assert_allclose(run(x)[:, 3:], run(x[:, 3:]), rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.long
 def test_attached_losses_are_scaled_by_their_coefficient_and_weight():
     def gradient(weight, **settings):
         graph, params, state = split(layer(**settings))
@@ -249,6 +252,7 @@ def after_steps(steps, microbatches, config, x):
     return found
 
 
+@pytest.mark.long
 def test_the_bias_is_updated_once_per_step_from_the_load_of_the_previous_step():
     config = jgraph.MoEConfig(num_experts=E, router="sigmoid", bias_rate=0.25)
     states = [state["moe"] for state in after_steps(3, 3, config, rows(12, 2, D))]
@@ -259,6 +263,7 @@ def test_the_bias_is_updated_once_per_step_from_the_load_of_the_previous_step():
         np.testing.assert_array_equal(after["bias_E"] - before["bias_E"], moved.astype(np.float32))
 
 
+@pytest.mark.long
 def test_an_expert_without_a_token_in_any_microbatch_is_counted():
     # Each microbatch has one token with one expert, so it uses one of the five experts.
     config = jgraph.MoEConfig(num_experts=E, experts_per_token=1)
@@ -271,6 +276,7 @@ def test_an_expert_without_a_token_in_any_microbatch_is_counted():
     assert dead_experts({"moe": states[2]}, 3) == {"moe": np.flatnonzero(unused).tolist()}
 
 
+@pytest.mark.long
 def test_dead_experts_of_stacked_layers_are_reported_by_layer():
     state = {"tokens_E": np.ones((2, 3)), "unseen_E": np.array([[0, 0, 0], [0, -100, -99]])}
     carried = {

@@ -179,6 +179,7 @@ def test_an_unknown_sharded_parameter_is_refused():
         model.pipeline(generate("1f1b", pp=2, microbatches=2), 2, parts=parts)
 
 
+@pytest.mark.long
 def test_a_mesh_from_jax_make_mesh_is_accepted():
     schedule = generate("1f1b", pp=2, microbatches=2)
     mesh = jax.make_mesh((1, 2), ("data", "pipe"), devices=jax.devices()[:2])

@@ -103,6 +103,7 @@ PIPE, DATA, FSDP = ("pipe", 2), ("data", 2), ("fsdp", 2)
 LONG = pytest.mark.long
 
 
+@pytest.mark.long
 # Five layers make all stages uneven. Two cases use all eight devices.
 @pytest.mark.parametrize(
     ("schedule", "axes", "choices"),
@@ -148,6 +149,7 @@ def test_both_engines_draw_the_same_random_numbers_on_every_data_rank():
     assert_same(host, (program.carried, program.params))
 
 
+@pytest.mark.long
 def test_a_skipped_step_does_not_change_the_carried_state():
     rows = batch()
     rows["y"][:] = np.nan

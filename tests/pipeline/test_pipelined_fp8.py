@@ -158,6 +158,7 @@ def assert_same(found, reference, carried_rtol=0.0):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found[1].params, reference[1].params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "axes", "config", "choices"),
     [
@@ -182,6 +183,7 @@ def test_the_steps_of_an_fp8_pipeline_equal_one_device(schedule, axes, config, c
         assert_same(found, expected(config, kind, ranks * M, rows, layers))
 
 
+@pytest.mark.long
 def test_remat_wide_recomputes_matmuls_that_widen_by_four():
     def kept(remat):
         step = pipeline_step(remat=remat)
@@ -201,6 +203,7 @@ def test_results_of_idle_ranks_do_not_reach_the_amax_histories(monkeypatch):
     assert_same(trained(pipeline_step("aligned")), expected(DELAYED, "plain", M, M * B))
 
 
+@pytest.mark.long
 def test_a_skipped_step_does_not_change_the_amax_histories():
     step, batch = pipeline_step(), batch_of(M * B)
     run = step.compile(batch)
@@ -252,6 +255,7 @@ def test_the_dispatch_engine_does_not_save_recomputed_matmuls(dispatch_step):
     assert not [leaf for stage in stages for leaf in stage.shaped.residuals.avals if F in leaf.shape]
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_the_dispatch_engine_stores_quantized_weights_only_in_fp8(dispatch_step):
     weights = [
@@ -328,6 +332,7 @@ def linear(config, microbatches=8):
     return step, jax.tree.map(lambda leaf: leaf.reshape(microbatches, B, -1), batch), batch
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [CURRENT, DELAYED], ids=["current", "delayed"])
 def test_linear_layers_save_one_byte_per_element_as_predicted(config):
     (plain, batch_M, _), (step, _, _) = linear(None), linear(config)

@@ -126,6 +126,7 @@ def test_arguments_unsupported_in_a_pipeline_are_refused_by_name():
         assert error.value.field == field
 
 
+@pytest.mark.long
 def test_replicas_of_the_dispatch_engine_draw_different_random_numbers():
     def layer(params, x, key, carried):
         drawn = jax.random.uniform(key)
@@ -147,6 +148,7 @@ def test_replicas_of_the_dispatch_engine_draw_different_random_numbers():
     assert np.all(state.carried["largest"] > -state.carried["least"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1f1b", "aligned"])
 def test_parameters_in_bfloat16_train_with_every_runtime(schedule, batch):
     strategy = Pipelined(jax.make_mesh((2,), ("pipe",)), shapes(), generate(schedule, pp=2, microbatches=4))
@@ -159,6 +161,7 @@ def test_parameters_in_bfloat16_train_with_every_runtime(schedule, batch):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=2e-2)
 
 
+@pytest.mark.long
 def test_a_pipeline_can_freeze_all_its_layers(batch):
     strategy = Pipelined(jax.make_mesh((2,), ("pipe",)), shapes(), generate("aligned", pp=2, microbatches=4))
     step = train_step(MODEL, elementwise(optax.adam(1e-2)), strategy, num_microbatches=4, freeze=("layers/*",))

@@ -11,6 +11,7 @@ from jgraph.tree import leaf_names
 from tests.train.test_partitioned_training import PIPELINE, assert_same_on_one_device, config, layouts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fields", layouts({"pp": 2, "num_microbatches": 2, "schedule": "1f1b", "tp": 2}))
 def test_twenty_steps_of_a_pipeline_equal_one_device(fields):
     assert_same_on_one_device(fields)

@@ -84,6 +84,7 @@ def count_branches() -> tuple[int, int]:
     return actions, count
 
 
+@pytest.mark.long
 def test_every_phase_of_several_rounds_is_one_loop():
     rounds = [phase.rounds for phase in phases(COLUMNS.table) if phase.rounds > 1]
     assert sorted(n for n, _ in program().loops()) == sorted(rounds)

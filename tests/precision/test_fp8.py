@@ -153,6 +153,7 @@ def test_keep_excludes_the_head_by_default_and_other_layers_by_pattern():
     assert quantized(FP8Config(keep=("*down",))) == [*(f"blocks/{i}/up" for i in range(3)), "head"]
 
 
+@pytest.mark.long
 def test_a_kept_matmul_in_a_scan_is_not_quantized():
     def layer(x, p):
         return jnp.tanh(x @ p["quantized"]) @ p["kept"], None
@@ -297,6 +298,7 @@ def test_every_scan_iteration_has_its_own_amax():
     assert state.window[0, :, 2].tolist() == [100, 10, 1]
 
 
+@pytest.mark.long
 def test_delayed_scaling_recovers_from_an_activation_spike():
     w, x = {"w": normal(0, D, F)}, normal(1, B, D)
     stage = jgraph.fp8(lambda p, x: jnp.mean((x @ p["w"]) ** 2), FP8Config(recipe="delayed", history=2))
@@ -341,6 +343,7 @@ def test_current_scaling_adapts_to_a_spike_immediately():
     assert abs(float(stage.apply(w, {}, x) / jnp.mean((x @ w) ** 2)) - 1) < 0.05
 
 
+@pytest.mark.long
 def test_a_flax_module_needs_no_changes_for_fp8():
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -452,6 +455,7 @@ def test_mxfp8_keeps_the_precision_of_small_blocks(recipe):
     assert (error < 0.05) == (recipe == "mxfp8")
 
 
+@pytest.mark.long
 def test_mxfp8_needs_multiples_of_32_and_no_grouped_matmul():
     with pytest.raises(ConfigError, match="multiples of 32"):
         jgraph.fp8(lambda w, x: x @ w, MXFP8).init(normal(0, 48, F), normal(1, B, 48))

@@ -44,6 +44,7 @@ def run(config, amaxes, num_losses=1):
     return np.stack(found), history
 
 
+@pytest.mark.long
 def test_the_scale_of_a_step_depends_on_earlier_steps_only():
     amaxes = jnp.array([1.0, 100.0, 1.0, 1.0, 1.0])[:, None, None] * jnp.ones((1, 3))
     by_max, history = run(FP8Config(recipe="delayed", history=2), amaxes)

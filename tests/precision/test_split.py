@@ -90,11 +90,11 @@ def assert_same(a, b):
     [
         pytest.param("mlp", "delayed, bf16 wgrad", marks=[pytest.mark.long, pytest.mark.once]),
         pytest.param("scan", "delayed", marks=pytest.mark.long),
-        ("head kept", "current"),  # with the matmuls of "mlp"
+        pytest.param("head kept", "current", marks=pytest.mark.long),  # with the matmuls of "mlp"
         pytest.param("checkpoint", "delayed", marks=[pytest.mark.long, pytest.mark.once]),
         pytest.param("experts", "delayed, e4m3", marks=pytest.mark.long),
         ("experts", "calibrate"),  # with a plain matmul
-        ("wide", "mxfp8"),
+        pytest.param("wide", "mxfp8", marks=pytest.mark.long),
         pytest.param("wide scan", "mxfp8", marks=pytest.mark.long),
     ],
 )
@@ -138,6 +138,7 @@ def test_arrays_read_only_by_wgrad_are_stored_with_one_byte_per_element(recipe):
     assert spec.delayed == ("down", "up")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "dtype"), [("current", jnp.float32), ("delayed", jnp.bfloat16), ("bf16 wgrad", jnp.bfloat16)]
 )
@@ -157,6 +158,7 @@ def test_wgrad_accumulates_into_main_grad_in_float32(recipe, dtype):
         assert not np.array_equal(late["up"], late["up"].astype(jnp.bfloat16))
 
 
+@pytest.mark.long
 def test_accumulate_skips_parameters_without_a_sum():
     fp8, params, state, x = make("mlp", "current")
     split, given = jgraph.split_backward(fp8), (params, state, None)
@@ -171,6 +173,7 @@ def test_accumulate_skips_parameters_without_a_sum():
     np.testing.assert_allclose(found[name], 1 + late[name], rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_a_scan_over_microbatches_shares_quantized_weights_and_combines_state(recipe):
     fp8, params, state, _ = make("mlp", recipe)
@@ -219,6 +222,7 @@ def test_quantized_weights_are_used_in_place_of_the_parameters():
     assert_same(found(params, given), found(others, given))
 
 
+@pytest.mark.long
 def test_extra_arguments_and_auxiliary_outputs_pass_through():
     def fn(params, x, mask):
         y = mlp(params, x * mask)
@@ -254,6 +258,7 @@ def test_params_without_state_and_weights_are_refused():
     assert error.value.field == "params"
 
 
+@pytest.mark.long
 def test_local_arrays_under_shard_map_can_be_split():
     fp8, params, state, x = make("mlp", "current")
     split, mesh = jgraph.split_backward(fp8), jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -71,6 +71,7 @@ def in_blocks(params, batch, key):
     return loss({"blocks": shorter}, {name: rows[:, :32] for name, rows in batch.items()}, key)
 
 
+@pytest.mark.long
 def test_an_mxfp8_step_trains_as_in_bfloat16_and_is_equal_on_every_strategy():
     config = FP8Config(recipe="mxfp8")
     losses, state = trained(make_step("one", config, loss=in_blocks), 8)
@@ -232,6 +233,7 @@ def test_weights_are_quantized_once_per_step(name):
     assert quantizations(make_step(name, microbatches=4)) == 2
 
 
+@pytest.mark.long
 def test_sharded_weights_are_gathered_in_fp8():
     text = make_step("fsdp", FP8Config(), compute_dtype=jnp.bfloat16).compile(BATCH).as_text()
     gathered = re.findall(r"= \(?(\w+\[[\d,]*\])\S* all-gather", text)

@@ -64,6 +64,7 @@ def test_a_second_recording_inside_is_refused(tmp_path):
         pass
 
 
+@pytest.mark.long
 def test_a_directory_is_refused_before_the_loop(tmp_path):
     with pytest.raises(jgraph.ConfigError, match=r"`path` is .*: must be a file"), jgraph.record(tmp_path):
         raise AssertionError("the loop ran")

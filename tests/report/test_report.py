@@ -134,6 +134,7 @@ def test_curves_and_text_have_enough_contrast_in_light_and_dark(two):
         assert min(browser.contrast(colors[text], colors[ground]) for text, ground in pairs) >= 4.5
 
 
+@pytest.mark.long
 @browser.needed
 def test_only_panels_with_content_are_shown(tmp_path, two, run_dir):
     started = run_dir("started", [], samples=False)
@@ -174,6 +175,7 @@ CHART = """const chart = () => document.querySelector("[data-curve=loss] svg");
   };"""
 
 
+@pytest.mark.long
 @browser.needed
 def test_curves_are_to_scale_with_gaps_and_follow_the_controls(tmp_path, two):
     before = f"""{CHART}
@@ -201,6 +203,7 @@ def test_curves_are_to_scale_with_gaps_and_follow_the_controls(tmp_path, two):
     assert hidden == smooth[1:]
 
 
+@pytest.mark.long
 @browser.needed
 def test_arrow_keys_move_between_entries_and_show_the_value_of_every_run(tmp_path, two):
     before = f"""{CHART} {browser.KEY}
@@ -226,6 +229,7 @@ def test_arrow_keys_move_between_entries_and_show_the_value_of_every_run(tmp_pat
     assert label == "Loss, nats a token by steps: a 0.3, b 0.3"
 
 
+@pytest.mark.long
 @browser.needed
 @pytest.mark.parametrize("flags", [(), browser.DARK], ids=["light", "dark"])
 def test_names_are_escaped_and_the_page_fits_a_width_of_1000_pixels(tmp_path, run_dir, flags):

@@ -60,6 +60,7 @@ def test_a_csv_has_a_row_per_rank_and_a_cell_per_tick():
     assert same(from_csv("0F0,,2F0,2I0,2W0,0B0\n,1F0,,,1B0,\n"), schedule)
 
 
+@pytest.mark.long
 @given(schedules())
 @settings(max_examples=100)
 def test_random_schedules_round_trip_in_both_formats(schedule):
@@ -256,6 +257,7 @@ CELLS = st.lists(
 TEXT = st.text(st.characters(exclude_characters="\r"), max_size=20) | st.text('0123FIWB,"\n []{}-.5', max_size=30)
 
 
+@pytest.mark.long
 @given(text=CELLS.map(lambda rows: "\n".join(map(",".join, rows))) | TEXT)
 @settings(max_examples=400)
 def test_arbitrary_text_gives_a_schedule_or_an_order_error(text):
@@ -266,6 +268,7 @@ def test_arbitrary_text_gives_a_schedule_or_an_order_error(text):
             continue
 
 
+@pytest.mark.long
 @given(schedule=schedules(), suffix=st.sampled_from(list(FORMS)), data=st.data())
 @settings(max_examples=200)
 def test_a_corrupted_file_gives_a_schedule_or_an_order_error(schedule, suffix, data):
@@ -295,6 +298,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.long
 @given(body=BODIES | VALUES)
 @settings(max_examples=400)
 def test_arbitrary_json_gives_a_schedule_or_an_order_error(body):

@@ -257,6 +257,7 @@ SIGNED = st.sampled_from([1, 2, 3, -1, -2, -3, -1.5, -2.5, 0, 1.0, np.int64(1), 
 NUMBERS = JUNK | st.lists(SIGNED, max_size=8) | st.sampled_from([[1, -1], [1, -1, -1.5], [1, 2, -2, -1], [1, 2, -2, -2.5, -1]])
 
 
+@pytest.mark.long
 @given(
     numbers=NUMBERS,
     layers=JUNK | st.none() | st.integers(1, 2) | st.lists(st.integers(0, 2), max_size=3),
@@ -354,6 +355,7 @@ def test_a_full_backward_must_not_overtake_a_pending_wgrad():
     assert caught.value.position == 3
 
 
+@pytest.mark.long
 @given(schedules())
 @settings(max_examples=120)
 def test_random_orders_round_trip_through_numbers(schedule):
@@ -366,6 +368,7 @@ def test_random_orders_round_trip_through_numbers(schedule):
         assert (order.num_chunks, order.num_microbatches) == (numbers.num_chunks, schedule.num_microbatches)
 
 
+@pytest.mark.long
 @given(schedules())
 @settings(max_examples=100)
 def test_split_replaces_a_full_backward_by_a_dgrad_and_its_wgrad(schedule):
@@ -379,6 +382,7 @@ def test_split_replaces_a_full_backward_by_a_dgrad_and_its_wgrad(schedule):
         assert all(order.split().delay_wgrad)
 
 
+@pytest.mark.long
 @given(schedules(), st.slices(8))
 @settings(max_examples=100)
 def test_an_order_is_indexed_and_sliced_like_a_list_of_actions(schedule, part):

@@ -97,6 +97,7 @@ def test_neighbours_makespan_of_split_schedules_equals_the_golden_value(row):
     assert run.makespan == pytest.approx(row["lock_nbr_makespan"], abs=1e-9)
 
 
+@pytest.mark.long
 def test_dataflow_times_equal_the_referees():
     for _, schedule, costs, latency in cases(400, seed=1):
         run = simulate(schedule, costs, latency=latency)
@@ -106,6 +107,7 @@ def test_dataflow_times_equal_the_referees():
                 np.testing.assert_allclose(row, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("execution", ["neighbours", "lockstep"])
 def test_tick_by_tick_times_equal_the_referees(execution):
     for rng, schedule, costs, latency in cases(250, seed=11):
@@ -203,6 +205,7 @@ def test_peak_equals_the_largest_count_of_live_arrays():
             assert peak == max(sum(size * count_live(run, pool, r, time) for pool, size in SIZES.items()) for time in times)
 
 
+@pytest.mark.long
 def test_peak_equals_the_slots_in_lockstep_with_equal_costs():
     ticks = Costs(1, 1, 1, backward=1)
     for rng, schedule, _, _ in cases(200, seed=9):
@@ -212,6 +215,7 @@ def test_peak_equals_the_slots_in_lockstep_with_equal_costs():
                 assert run.peak({pool: 1}).tolist() == slots.counts[pool].tolist(), pool
 
 
+@pytest.mark.long
 def test_peak_of_residuals_and_stash_equals_the_slots_at_any_costs():
     # Received arrays are excluded: they can arrive before their tick, so more of them can be live.
     for _, schedule, costs, latency in cases(200, seed=10):

@@ -128,7 +128,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in ("accumulation for muon", "l-bfgs"))) for name in OTHERS]
+)
 def test_wrapped_transforms_equal_plain_optax(name):
     transform, packs = OTHERS[name]
     params = parameters()

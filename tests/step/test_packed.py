@@ -58,6 +58,7 @@ def test_a_function_of_the_matrices_masks_weight_decay():
     )
 
 
+@pytest.mark.long
 def test_clipping_uses_the_norm_of_all_parameters():
     params = parameters()
     expected = trained(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)), params)

@@ -108,7 +108,7 @@ ACCUMULATED = optax.MultiSteps(optax.adam(1e-2), 2)
 @pytest.mark.parametrize(
     ("name", "transform"),
     [
-        *(pytest.param(name, "muon", marks=[pytest.mark.long] * (name != "data 2 x fsdp 2")) for name in STRATEGIES),
+        *(pytest.param(name, "muon", marks=pytest.mark.long) for name in STRATEGIES),
         pytest.param("data 4", "adafactor", marks=[pytest.mark.long, pytest.mark.once]),
         pytest.param("fsdp 4, resharding", "adafactor", marks=[pytest.mark.long, pytest.mark.once]),
         pytest.param("one device", "masked by path", marks=pytest.mark.once),
@@ -334,6 +334,7 @@ def test_the_repr_of_a_strategy_and_a_step_is_one_line():
     assert repr(step) == "TrainStep(3,000 parameters on 2 devices, DataParallel)"
 
 
+@pytest.mark.long
 def test_a_state_of_a_step_that_freezes_other_parameters_does_not_fit():
     # The trained and the frozen parameters have equal sizes, so only the names of the packed arrays differ.
     params = {"a": {"w": jnp.ones((4, 4))}, "b": {"w": jnp.zeros((4, 4))}}

@@ -98,6 +98,7 @@ def test_a_batch_norm_over_the_batch_axes_equals_a_plain_batch_norm_on_one_devic
     assert_same(on_one_device("nnx"), trained("one device", MODELS["nnx"](None)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axis_name", [None, "data"])
 def test_a_batch_norm_normalizes_over_the_rows_of_each_device_by_default(axis_name):
     model = MODELS["nnx"](axis_name)
@@ -262,6 +263,7 @@ def test_a_functional_model_can_reduce_over_the_batch_axes_outside_a_step(kind):
     assert_same(*(model.evaluate("loss", params, carried, BATCH) for model in (reducing, other)))
 
 
+@pytest.mark.long
 def test_a_linen_model_that_reduces_over_the_batch_axes_can_be_initialized_and_evaluated():
     class Averaged(LinenNormed):
         def loss(self, batch, train):

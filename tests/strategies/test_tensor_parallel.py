@@ -128,6 +128,7 @@ def test_a_matmul_hides_every_exchange(h200):
     assert Collectives.count(compiled).overlapped >= 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("transform", "message"),
     [

@@ -221,6 +221,7 @@ def test_a_trained_model_answers_with_the_trained_text(tmp_path, capsys):
     assert capsys.readouterr().out == "Yo!\n\nYo!\n"
 
 
+@pytest.mark.long
 def test_a_model_without_a_template_refuses_to_chat(tmp_path, capsys):
     write_run(tmp_path / "run", TrainConfig.from_fields(run_dir=str(tmp_path / "run")))
     with pytest.raises(DataError, match="must be a run or folder with a chat template"):
@@ -261,6 +262,7 @@ def test_chat_records_are_recognized_by_their_fields(tmp_path, data):
     assert parse(["--data", str(data), "--data.truncate", "drop"]).input.data_truncate == "drop"
 
 
+@pytest.mark.long
 def test_the_sample_of_a_chat_run_begins_with_a_conversation_up_to_the_first_turn_of_the_assistant(data, monkeypatch):
     corpus = load(str(data), seq_len=T, vocab_size=None, format="chat", template=data.parent / "template.jinja")
     monkeypatch.setattr("jgraph.train._validation.generate", lambda *args, **options: [args[2][0][:0]])

@@ -107,6 +107,7 @@ def token_directory(tmp_path):
     return tmp_path / "tokens"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("side", ["train", "heldout"])
 def test_a_token_file_with_ids_beyond_its_vocabulary_is_refused_with_the_first_bad_id(refused, token_directory, side):
     path = token_directory / f"{side}-0.bin"
@@ -274,6 +275,7 @@ def test_a_run_directory_of_another_configuration_is_refused_with_every_differen
     assert "log-every" not in line
 
 
+@pytest.mark.long
 def test_a_run_directory_of_another_text_is_refused(refused, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"line {i}" for i in range(200)))
@@ -416,6 +418,7 @@ def test_a_parser_message_without_a_box_is_printed_in_one_line(monkeypatch, caps
     assert one_line(capsys.readouterr().err) == "plain words"
 
 
+@pytest.mark.long
 def test_too_little_device_memory_is_reported_in_one_line(refused, monkeypatch):
     def exhausted(setup):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.")

@@ -115,6 +115,7 @@ def test_every_layout_has_the_loss_and_the_gradients_of_padded_rows(weights, pad
     np.testing.assert_allclose(metrics.grad_square_sums, sums, rtol=5e-5)
 
 
+@pytest.mark.long
 def test_scanned_layers_have_the_same_loss(weights, padded):
     _, params = weights
     blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["blocks"].values())

@@ -57,6 +57,7 @@ def test_load_reads_the_requested_step(run_dir, loaded):
     assert losses[1] < losses[0]  # training reduces the loss
 
 
+@pytest.mark.long
 def test_the_repr_names_run_step_parameters_tokenizer_and_window(run_dir, loaded):
     parameters = sum(leaf.size for leaf in jax.tree.leaves(loaded.params))
     assert repr(loaded) == f"GPT of {run_dir} after 4 steps: {parameters:,} parameters, tokenizer bytes, window 32"
@@ -71,6 +72,7 @@ def test_the_logits_of_a_loaded_model_give_its_greedy_text(loaded):
     assert loaded.tokenizer.decode([int(found[-1].argmax())]) == loaded.generate("The with", max_tokens=1, temperature=0)
 
 
+@pytest.mark.long
 def test_a_batch_of_prompts_has_the_texts_of_separate_prompts(loaded):
     prompts = ["The ", "An iterator is"]
     choices = {"max_tokens": 8, "temperature": 0}
@@ -84,6 +86,7 @@ def test_a_prompt_longer_than_the_window_of_the_run_or_of_the_call_is_refused(lo
     assert error.value.field == "prompts"
 
 
+@pytest.mark.long
 def test_the_pieces_of_a_stream_join_to_the_generated_text(loaded):
     pieces = list(loaded.stream(["The ", "def"], max_tokens=20, key=3))
     texts = ["".join(piece for number, piece in pieces if number == own) for own in range(2)]
@@ -96,6 +99,7 @@ def test_a_stop_text_ends_the_continuation(loaded):
     assert loaded.generate("The ", max_tokens=28, key=3, stop=[stop]) == whole[: whole.index(stop)]
 
 
+@pytest.mark.long
 def test_a_user_model_is_loaded_with_running_statistics_and_needs_logits_for_text(tmp_path):
     flags = "--model.module tests.own:Normed --steps 2 --batch-size 4 --seq-len 16 --eval-batches 1 --sample-tokens 0"
     assert main([*shlex.split(flags), "--run-dir", str(tmp_path / "own")]) == 0

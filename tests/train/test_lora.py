@@ -56,6 +56,7 @@ def on_one_device(lora: LoRAConfig = LORA, num_layers: int = 2) -> tuple[TrainSe
     return trained(lora=lora, num_layers=num_layers)
 
 
+@pytest.mark.long
 def test_adapters_alone_have_moments_and_change():
     setup, state, _ = on_one_device()
     before, after = (setup.step.canonical.of(each) for each in (setup.init(), state))
@@ -202,6 +203,7 @@ def test_the_adapters_of_another_run_are_merged_or_taken_over(tmp_path, layout):
     assert {a.shape[-1] for a, _ in low.values()} == {2, 6}
 
 
+@pytest.mark.long
 def test_the_optimizer_state_of_other_adapters_is_refused(tmp_path):
     config, _ = saved(tmp_path / "run", LORA)
     with pytest.raises(ConfigError, match="`continue_with` is optimizer: must be weights, because the other run trained other"):

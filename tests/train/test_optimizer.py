@@ -134,6 +134,7 @@ def test_the_defaults_are_those_of_optax(name):
         assert getattr(OPTIMIZERS[name], field) == (expected or next(iter(found), None)), field
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -176,6 +177,7 @@ def test_flags_and_arguments_are_passed_to_optax(settings, expected):
     assert max(jax.tree.leaves(jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), result, plain))) > 1e-4
 
 
+@pytest.mark.long
 def test_the_default_optimizer_has_the_program_of_adamw_with_a_cosine():
     config = TrainConfig.from_fields(steps=9, batch_size=4, seq_len=8, model=MODEL)
 
@@ -287,6 +289,7 @@ def test_muon_orthogonalizes_every_expert():
     assert muon_parameters(mlp="swiglu", moe=moe) == experts | attention
 
 
+@pytest.mark.long
 def test_muon_updates_stacked_layers_as_separate_layers():
     layers = [{"kernel": normal(i, 8, 12), "scale": normal(i + 2, 8)} for i in range(2)]
     grads = [jax.tree.map(jnp.sin, layer) for layer in layers]
@@ -307,6 +310,7 @@ def test_muon_updates_stacked_layers_as_separate_layers():
 # --- Parameter groups ---
 
 
+@pytest.mark.long
 def test_groups_scale_the_learning_rate_and_replace_the_decay():
     groups = ("embedding:rate=0.1,decay=0", "*/0/*:rate=0", "*kernel:decay=0.5", "*/1/*:rate=2")
     config = OptimizerConfig(learning_rate=0.01, warmup_steps=0, schedule="linear", groups=groups)
@@ -328,6 +332,7 @@ def test_groups_scale_the_learning_rate_and_replace_the_decay():
     assert float(jnp.abs(found["layers"]["1"]["bias"] - parameters()["layers"]["1"]["bias"]).max()) > 0.01
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_groups_without_a_change_have_no_effect(name):
     config = OptimizerConfig(name=name, learning_rate=0.01, warmup_steps=0)
@@ -426,6 +431,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "layout"), WHOLE)
 def test_an_optimizer_of_whole_arrays_on_several_devices_equals_one_device(name, layout):
     assert_equals_one_device(name, LAYOUTS[layout])
@@ -578,6 +584,7 @@ def test_presets_have_other_rates_for_given_weights_and_for_adapters():
     assert preset("cpu-tiny", trains="adapters").optimizer.learning_rate == 2e-4
 
 
+@pytest.mark.long
 def test_a_run_has_a_rate_for_its_trained_parameters_unless_the_flag_sets_it(tmp_path):
     RunDir(tmp_path / "run").write(preset("cpu-tiny"), {}, {})
     make(tmp_path / "folder")

@@ -90,6 +90,7 @@ def test_model_settings_are_flags_with_help(capsys):
     assert "--model.num-heads" not in out
 
 
+@pytest.mark.long
 def test_a_model_without_settings_can_be_trained_and_has_no_flags(tmp_path, capsys):
     assert run(tmp_path / "run", "Bare") == 0
     assert run(tmp_path / "other", "Bare", "--model.width", "8") == 2

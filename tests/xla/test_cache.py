@@ -74,6 +74,7 @@ print(json.dumps([first, [buffers(None, *each) for each in settings]]))
 """
 
 
+@pytest.mark.long
 def test_cached_reports_are_keyed_by_compiler_options_and_xla_flags(tmp_path):
     assert start(tmp_path, "", SETTINGS) == [[1, 2, 3], [1, 2, 3]]
 
@@ -89,6 +90,7 @@ print(json.dumps([str(report)]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.target
 def test_a_target_program_is_recompiled_without_warnings_and_has_one_cached_report(h200, tmp_path):
     first = start(tmp_path, "", AOT_START)

@@ -254,6 +254,7 @@ def test_an_outside_loop_is_reported_by_its_source_line_and_its_remedy_captures_
     assert "compiler_options=" not in str(full)
 
 
+@pytest.mark.long
 @pytest.mark.target
 def test_a_slicing_loop_needs_both_suggested_remedies(h200):
     def scan(stacked, x):
@@ -288,6 +289,7 @@ def test_donations_and_memory_describe_the_target(h200):
     assert "compiled without the GPU" in str(report)
 
 
+@pytest.mark.long
 @pytest.mark.target
 def test_static_arguments_and_constants_computed_while_tracing_are_allowed_with_a_target(h200):
     @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)

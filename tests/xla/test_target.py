@@ -32,6 +32,7 @@ def state():
     return {"step": jnp.zeros((), jnp.int32), "params": params, "momentum": jax.tree.map(jnp.zeros_like, params)}
 
 
+@pytest.mark.long
 @pytest.mark.target
 def test_xla_attention_is_one_command_buffer(h200):
     def step(w, x_BTHK):
@@ -55,6 +56,7 @@ def test_the_target_h200_is_not_in_jax_devices(h200):
     assert jax.jit(jnp.sin)(0.0) == 0
 
 
+@pytest.mark.long
 @pytest.mark.target
 @pytest.mark.parametrize("first", ["jax.devices()", "aot.devices()"])
 def test_the_plugin_does_not_affect_the_cpu_backend(h200, first):
@@ -123,6 +125,7 @@ aot.compile_for(jax.jit(mosaic_gpu.kernel(double, out_type=x, grid=(1,), grid_na
 """
 
 
+@pytest.mark.long
 @pytest.mark.target
 def test_a_mosaic_kernel_without_its_library_raises_an_error_with_the_install_command(h200):
     # Runs in a new process, because a loaded library stays loaded.
