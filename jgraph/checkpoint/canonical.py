@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgraph.dispatch import in_turn
 from jgraph.layout import Layout
 from jgraph.mesh import PARTITIONED_AXES
+from jgraph.tree import path_name
 from jgraph.types import Arrays, OptState, Params, Registered, Shardings, Tree
 
 
@@ -83,6 +84,14 @@ class CanonicalLayout(Generic[State]):
             return shapes
         shardings = spread(self.mesh, self.own.params, shapes)
         return jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, shardings)
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of the leaves that no step changes, for the argument `frozen` of `Checkpoints`. A new set."""
+        own = self.params.own
+        fixed = {name for name, param in own.params.items() if not param.is_trained}
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(own.tree_shapes()) if path_name(path) in fixed]
+        return frozenset(f".params{jax.tree_util.keystr(path)}" for path in paths)
 
     def _mapped(
         self,

@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgraph.checkpoint import CheckpointReader, store
-from jgraph.checkpoint.store import Checkpoints, check_space, checksums
+from jgraph.checkpoint._digest import checksums
+from jgraph.checkpoint.store import Checkpoints, check_space
 from jgraph.errors import CheckpointError
 
 
@@ -299,6 +300,104 @@ def test_space_is_needed_for_one_checkpoint_more_than_are_kept(open_checkpoints,
     checkpoints.check_space(state)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=400 * count - 1))
     with pytest.raises(CheckpointError, match=f"needs {400 * count:,} bytes for {count} checkpoints"):
+        checkpoints.check_space(state)
+
+
+# --- Frozen leaves ---
+
+
+def size_of(directory):
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+
+
+FROZEN = {"['w']"}
+
+
+@pytest.fixture
+def with_frozen(tmp_path):
+    """Returns a function that opens checkpoints whose leaf `w` is frozen."""
+    with contextlib.ExitStack() as stack:
+
+        def opened(**settings):
+            checkpoints = Checkpoints(tmp_path / "checkpoints", 2, **{"frozen": FROZEN} | settings)
+            stack.callback(checkpoints.close)
+            return checkpoints
+
+        yield opened
+
+
+def state_with_frozen(step, offset=0.0):
+    noise = jax.random.normal(jax.random.key(0), (1000,))
+    return {"step": jnp.int32(step), "w": noise + offset, "key": jax.random.key(step)}
+
+
+def save_with_frozen(checkpoints, step, offset=0.0):
+    checkpoints.save(step, state_with_frozen(step, offset))
+    checkpoints.wait()
+
+
+def test_frozen_leaves_are_written_once_and_restored_with_every_checkpoint(with_frozen, tmp_path):
+    checkpoints = with_frozen()
+    for step in (1, 2, 3):
+        save_with_frozen(checkpoints, step)
+    directory = tmp_path / "checkpoints"
+    assert size_of(directory / "base") > 3600  # Orbax compresses
+    assert size_of(directory / "3" / "state") < 3600
+    # Also without the argument: the checkpoint says where its leaves are.
+    for opened in (checkpoints, with_frozen(frozen=())):
+        step, state = opened.restore_latest(state_with_frozen(0))
+        assert step == 3
+        assert jax.tree.structure(state) == jax.tree.structure(state_with_frozen(3))
+        for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(state_with_frozen(3)), strict=True):
+            assert (one == other).all()
+    with contextlib.closing(CheckpointReader(directory)) as reader:
+        np.testing.assert_array_equal(reader.read("['w']"), state_with_frozen(0)["w"])
+        assert reader.read("['step']") == 3
+
+
+def test_frozen_leaves_of_a_run_without_a_checkpoint_are_replaced(with_frozen, tmp_path):
+    save_with_frozen(with_frozen(), 1)
+    shutil.rmtree(tmp_path / "checkpoints" / "1")
+    save_with_frozen(with_frozen(), 1, offset=1.0)
+    _, state = with_frozen().restore_latest(state_with_frozen(0))
+    np.testing.assert_array_equal(state["w"], state_with_frozen(0, offset=1.0)["w"])
+
+
+def test_a_checkpoint_with_other_frozen_leaves_than_those_before_is_not_written(with_frozen):
+    save_with_frozen(with_frozen(), 1)
+    with pytest.raises(CheckpointError, match="base does not hold the frozen leaves of this run; use another `directory`"):
+        save_with_frozen(with_frozen(), 2, offset=1.0)
+    assert with_frozen().restore_latest(state_with_frozen(0))[0] == 1
+
+
+@pytest.mark.parametrize("harm", ["removed", "damaged", "of another run"])
+def test_checkpoints_whose_frozen_leaves_are_lost_say_so(with_frozen, tmp_path, harm):
+    save_with_frozen(with_frozen(), 1)
+    base, state = tmp_path / "checkpoints" / "base", state_with_frozen(0)
+    if harm == "damaged":
+        flip_a_byte(base / "0" / "state")
+    else:
+        shutil.rmtree(base)
+    if harm == "of another run":
+        with contextlib.closing(Checkpoints(tmp_path / "other", 1, frozen=FROZEN)) as other:
+            save_with_frozen(other, 1, offset=1.0)
+        shutil.copytree(tmp_path / "other" / "base", base)
+    with pytest.raises(CheckpointError, match=r"every checkpoint is damaged: .*base") as error:
+        with_frozen().restore_latest(state)
+    assert len(str(error.value).splitlines()) == 1
+    with pytest.raises(CheckpointError, match=r"base.*(damaged|no checkpoint|another run)") as error:
+        CheckpointReader(tmp_path / "checkpoints").read("['w']")
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_frozen_leaves_need_room_once(with_frozen, monkeypatch):
+    checkpoints, state = with_frozen(), state_with_frozen(0)
+    rest = sum(leaf.size * leaf.dtype.itemsize for name, leaf in state.items() if name != "w")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(CheckpointError, match=f"needs {4000 + 3 * rest:,} bytes for 3 checkpoints"):
+        checkpoints.check_space(state)
+    save_with_frozen(checkpoints, 1)
+    with pytest.raises(CheckpointError, match=f"needs {2 * rest:,} bytes for 2 checkpoints"):
         checkpoints.check_space(state)
 
 

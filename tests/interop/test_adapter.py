@@ -292,6 +292,9 @@ def test_a_run_is_exported_merged_and_as_an_adapter_with_the_same_logits(run, tm
         flags = ("--weights", weights, "--dtype", "float32")
         assert export.main([str(run / "run"), "--to", str(tmp_path / weights), *flags]) == 0
     expected = logits(jgraph.load(run / "run"))
+    stored = run / "run" / "checkpoints"
+    bytes_of = {name: sum(f.stat().st_size for f in (stored / name).rglob("d/*")) for name in ("base/0", "2")}
+    assert bytes_of["2"] < bytes_of["base/0"]
     assert np.abs(logits(jgraph.load(run / "base")) - expected).max() > 0.1
     assert_close(logits(jgraph.load(tmp_path / "merged")), expected)
     assert_close(logits(jgraph.load(run / "base", adapter=tmp_path / "adapter")), expected)

@@ -145,12 +145,22 @@ def test_fp8_base_weights_train_on_every_layout_as_on_one_device():
 # --- Initial weights ---
 
 
+@pytest.mark.parametrize("layout", [{}, pytest.param({"fsdp": 4}, marks=pytest.mark.long), {"pp": 2, "schedule": "1f1b"}])
+def test_the_weights_beside_adapters_are_the_frozen_leaves_of_a_checkpoint(layout):
+    canonical = TrainSetup.from_config(config_of(num_layers=2, **{"num_microbatches": 2, "lora": LORA} | layout)).step.canonical
+    names = {
+        f".params{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(canonical.shapes().params)
+    }
+    assert canonical.frozen == {name for name in names if "_lora_" not in name}
+    assert len(canonical.frozen) > 8
+
+
 def saved(path: Any, lora: LoRAConfig) -> tuple[TrainConfig, Any]:
     """Writes a run of three steps. Returns its configuration and its canonical state."""
     setup, state, _ = on_one_device(lora)
     canonical = setup.step.canonical.of(state)
     RunDir(path).write(setup.config, {"name": "text", "fingerprint": "0" * 64, "train_tokens": 9, "heldout_tokens": 1}, {})
-    checkpoints = Checkpoints(RunDir(path).checkpoints, 1)
+    checkpoints = Checkpoints(RunDir(path).checkpoints, 1, frozen=setup.step.canonical.frozen)
     checkpoints.save(STEPS, canonical)
     checkpoints.close()
     return setup.config, canonical
