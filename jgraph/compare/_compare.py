@@ -15,7 +15,8 @@ from jgraph.errors import ConfigError, of_type, require
 from jgraph.page import render
 from jgraph.timing import Timer, in_round
 from jgraph.xla import CaptureReport
-from jgraph.xla.explain import Memory, show_bytes
+from jgraph.xla._buffers import show_bytes
+from jgraph.xla.explain import Memory
 
 _OF_CPU = "times of a CPU, not of a GPU; on a CPU, the host time can contain computation"
 

@@ -7,7 +7,7 @@ import os
 import platform
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,9 +28,10 @@ from jgraph.train._console import Reporter, Summary
 from jgraph.train._functional import batch_shapes
 from jgraph.train._lock import locked
 from jgraph.train._loop import Callback, Loop, agreed_stop
+from jgraph.train._memory import check_host, check_step, memory_errors
 from jgraph.train._signals import StopRequest
 from jgraph.train._watchdog import Wait, Watchdog, hang_message
-from jgraph.train.config import InputConfig, TrainConfig
+from jgraph.train.config import TrainConfig
 from jgraph.train.initial import InitialWeights, initial_weights, tokenizer_of, tokenizer_warning, write_origin
 from jgraph.train.metrics import MetricsLog, StepClock, read_metrics
 from jgraph.train.rundir import RunDir, versions
@@ -68,7 +69,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         compiles = stack.enter_context(cache.watch())
         with all_or_raise():
             rows = config.input.batch_size // jax.process_count()
-            _check_memory(config.input, rows * (config.input.seq_len + 1) * np.dtype(np.int32).itemsize, "its tokens")
+            check_host(config.input, rows * (config.input.seq_len + 1) * np.dtype(np.int32).itemsize, "its tokens")
             cache_line = _enable_cache(config.compile.compile_cache)
             weights = None if resumes else initial_weights(config)
             if weights:
@@ -100,7 +101,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         if no_sample:
             reporter.warn(f"no sample at the end: {no_sample}; set `sample_tokens` to 0 to turn off samples and this warning")
         stop = stack.enter_context(StopRequest())
-        stack.enter_context(_memory_errors(config.input, run_dir))
+        stack.enter_context(memory_errors(config.input, run_dir))
 
         def hung(wait: Wait) -> None:
             end(partial(_last_words, wait, config, run_dir, reporter))
@@ -136,6 +137,7 @@ class _Run:
         run_dir = self.run_dir
         reporter = self.reporter
         shapes = self.setup.step.canonical.shapes()
+        frozen = self.setup.step.canonical.frozen
         if config.monitor.profile:
             profiled = profiling.profiled(self.setup.config, jax.default_backend())
             self.setup = TrainSetup(profiled, self.setup.model, self.setup.step)
@@ -154,7 +156,7 @@ class _Run:
         # Process 0 decides, because it may write checkpoints while another process looks for them.
         if is_new := not all_gather_scalar(run_dir.resumes(config.output))[0]:
             with all_or_raise():
-                check_space(run_dir.path.absolute(), shapes, config.output.checkpoint_keep + 1, names=_NAMES)
+                check_space(run_dir.path.absolute(), shapes, config.output.checkpoint_keep + 1, names=_NAMES, frozen=frozen)
             # Both programs compile at once, and before the directory changes: an error must not replace an earlier run.
             with reporter.phase("compiling the training step"):
                 init = partial(self.weights.load, setup) if self.weights else setup.compile_init()
@@ -164,7 +166,12 @@ class _Run:
                 self._write(is_new=is_new)
         wait = partial(self.watchdog.wait, lambda: "the checksums of the state for a checkpoint")
         checkpoints = Checkpoints(
-            run_dir.checkpoints, config.output.checkpoint_keep, warn=reporter.warn, wait=wait, names=_NAMES
+            run_dir.checkpoints,
+            config.output.checkpoint_keep,
+            warn=reporter.warn,
+            wait=wait,
+            names=_NAMES,
+            frozen=frozen,
         )
         try:
             with all_or_raise():
@@ -188,9 +195,7 @@ class _Run:
     def compile(self, setup: TrainSetup) -> CompiledStep:
         """Compiles the step and prints its XLA options, capture and pipeline."""
         step = setup.compile_step()
-        if jax.default_backend() == "cpu" and step.memory is not None:
-            # Linux lets a CPU device allocate more memory than there is, and kills the process later.
-            _check_memory(setup.config.input, step.memory.total * (setup.step.num_devices // jax.process_count()), "a step")
+        check_step(setup.config.input, step, setup.step.num_devices // jax.process_count())
         if chosen := known(setup.step.bound.xla_options, jax.default_backend()):
             self.reporter.line(f"XLA options chosen for this step: {' '.join(chosen)}")
         if step.capture is not None:
@@ -331,33 +336,6 @@ def _last_words(wait: Wait, config: TrainConfig, run_dir: RunDir, reporter: Repo
     if is_process_zero():
         run_dir.lock_file.unlink(missing_ok=True)
     return hang_message(wait, config, run_dir)
-
-
-@contextlib.contextmanager
-def _memory_errors(batch: InputConfig, run_dir: RunDir) -> Iterator[None]:
-    """Converts an out-of-memory error of a device into a ConfigError about the batch size."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as e:
-        if "RESOURCE_EXHAUSTED" not in str(e):
-            raise
-        new_run = ", with `resume` off or another `run_dir`" if run_dir.has_checkpoint() else ""
-        must = f"must fit into the memory of a {jax.local_devices()[0].device_kind}"
-        raise _too_large(batch, must, f"{new_run} ({str(e).splitlines()[0]})") from e
-
-
-def _check_memory(batch: InputConfig, needed: int, name: str) -> None:
-    """Checks that arrays that grow with the batch fit into the memory of this machine."""
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > available:
-        raise _too_large(
-            batch, f"{name} of {needed / 2**30:,.1f} GiB must fit into the {available / 2**30:,.1f} GiB of this machine"
-        )
-
-
-def _too_large(batch: InputConfig, must: str, advice: str = "") -> ConfigError:
-    sizes = f"`batch_size` is {batch.batch_size} in `num_microbatches` {batch.num_microbatches}"
-    return ConfigError(f"{sizes}: {must}; use a smaller batch or more microbatches{advice}", field="batch_size")
 
 
 def _start(

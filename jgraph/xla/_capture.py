@@ -10,13 +10,14 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
 from jgraph.xla import _protobuf, cache
+from jgraph.xla._buffers import Buffers, largest
 from jgraph.xla.hlo import HloModule, Op, operations
 from jgraph.xla.options import OptionValue, option_errors
 
@@ -88,12 +89,14 @@ class CaptureReport:
         captured: Number of thunks inside command buffers.
         total: Number of all thunks, without those that contain or group others, such as loops.
         outside: The thunks outside, one entry per kind, reason and remedy, sorted by these. Each has `count`.
+        buffers: The largest temporary buffers that are in use when the program needs the most memory, largest sum first.
     """
 
     command_buffers: int
     captured: int
     total: int
     outside: tuple[Outside, ...] = ()
+    buffers: tuple[Buffers, ...] = ()
 
     @property
     def holds_collectives(self) -> bool:
@@ -154,7 +157,8 @@ def _load(file: Path) -> CaptureReport | None:
     try:
         fields = json.loads(file.read_text())
         outside = [o | {"ops": tuple(Op(**op) for op in o["ops"])} for o in fields["outside"]]
-        return CaptureReport(**fields | {"outside": tuple(Outside(**o) for o in outside)})
+        buffers = tuple(Buffers(**group) for group in fields.get("buffers", ()))
+        return CaptureReport(**fields | {"outside": tuple(Outside(**o) for o in outside), "buffers": buffers})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -171,11 +175,16 @@ def _read_dump(directory: Path, module: str, compiled: jax.stages.Compiled) -> C
         return file.read_bytes() if file.exists() else b""
 
     instructions = thunk_instructions(read("thunk_metadata.pb"))
-    found = operations(HloModule(compiled.as_text() or ""), set(instructions.values()))
+    text = HloModule(compiled.as_text() or "")
+    found = operations(text, set(instructions.values()))
     ops = {thunk: found[instruction] for thunk, instruction in instructions.items() if instruction in found}
     # XLA writes the sequence after its thunk passes only if they changed it.
     thunks = read("thunk_sequence_after_thunk_passes.txt") or read(before)
-    return report_of(thunks.decode(), read("config.pbtxt").decode(), ops)
+    report = report_of(thunks.decode(), read("config.pbtxt").decode(), ops)
+    optimized = next(directory.glob(f"{Path(program).name}*_after_optimizations.hlo.pb"), None)
+    # The other field of XLA's `HloProto` is the program.
+    assignment = dict(_protobuf.fields(optimized.read_bytes())).get(3) if optimized else None
+    return replace(report, buffers=largest(assignment, text)) if isinstance(assignment, bytes) else report
 
 
 def thunk_instructions(metadata: bytes) -> dict[_ThunkKey, str]:

@@ -12,6 +12,7 @@ import numpy as np
 from jgraph.errors import ConfigError
 from jgraph.types import Leaf, Tree
 from jgraph.xla import aot
+from jgraph.xla._buffers import Buffers, show_bytes
 from jgraph.xla._capture import CaptureReport, compile_and_report
 from jgraph.xla.donation import UNUSABLE, Donation, donations, without_warning
 from jgraph.xla.hlo import COLLECTIVES, HloModule, Instruction
@@ -143,6 +144,8 @@ class Explanation:
             CUDA graphs). None if unknown; `notes` has the reason.
         donations: One entry per donated argument leaf, with the output that reuses its buffer.
         memory: Device memory in bytes. None if XLA does not report it.
+        buffers: The largest temporary buffers that are in use when the program needs the most memory, largest sum first.
+            Buffers of equal shape and source line are one entry. Empty on a CPU.
         fp8: Counts of the FP8 matmuls.
         collectives: Counts of the collectives between devices.
         notes: Sentences about the limits of the report.
@@ -153,6 +156,7 @@ class Explanation:
     capture: CaptureReport | None
     donations: tuple[Donation, ...]
     memory: Memory | None
+    buffers: tuple[Buffers, ...] = ()
     fp8: FP8Products = FP8Products(0, 0)
     collectives: Collectives = Collectives(0, 0)
     notes: tuple[str, ...] = ()
@@ -165,8 +169,8 @@ class Explanation:
     def to_json(self) -> str:
         """Returns the report as the text of a JSON object.
 
-        The keys are name, device, capture, donations, memory, fp8, collectives and notes. Nested dataclasses are objects with
-        their fields as keys; `memory` also has the key total. None becomes null.
+        The keys are name, device, capture, donations, memory, buffers, fp8, collectives and notes. Nested dataclasses are
+        objects with their fields as keys; `memory` also has the key total. None becomes null.
         """
         fields = dataclasses.asdict(self)
         if self.memory is not None:
@@ -180,6 +184,8 @@ class Explanation:
         lines += _donation_lines(self)
         if self.memory is not None:
             lines.append(f"memory: {self.memory}")
+        if self.buffers:
+            lines += ["largest temporaries at the peak:", *(f"  {group}" for group in self.buffers)]
         if self.fp8.products:
             lines.append(str(self.fp8))
         if self.collectives.total:
@@ -304,6 +310,7 @@ def _report(
         capture=capture,
         donations=donations(lowered, compiled, names),
         memory=Memory.read(compiled),
+        buffers=capture.buffers if capture else (),
         fp8=FP8Products.count(compiled),
         collectives=Collectives.count(compiled),
         notes=tuple(_notes(capture, target)),
@@ -342,9 +349,3 @@ def _donation_lines(report: Explanation) -> Iterator[str]:
     yield from (f"  {donation}" for donation in (*report.dropped, *reused[:_MOST_SHOWN]))
     if len(reused) > _MOST_SHOWN:
         yield f"  and {len(reused) - _MOST_SHOWN} more"
-
-
-def show_bytes(number: int) -> str:
-    """Formats a number of bytes, e.g. `1.5 GiB`."""
-    power = max(k for k in range(4) if k == 0 or number >= 1024**k)
-    return f"{number / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"

@@ -9,6 +9,7 @@ import string
 import subprocess
 import sys
 from collections import namedtuple
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,13 +17,18 @@ import pytest
 import tyro
 from tokenizers import Tokenizer, models
 
+from jgraph import cli
 from jgraph.data import write_tokens
 from jgraph.errors import ConfigError
 from jgraph.train.__main__ import ELSEWHERE, main, parse
-from jgraph.train.config import TrainConfig
+from jgraph.train._memory import check_step
+from jgraph.train.config import FIELDS, InputConfig, TrainConfig
 from jgraph.train.presets import PRESETS
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import TrainSetup
+from jgraph.xla import CaptureReport
+from jgraph.xla._buffers import Buffers
+from jgraph.xla.explain import Memory
 from tests import tiny
 
 
@@ -416,6 +422,37 @@ def test_a_parser_message_without_a_box_is_printed_in_one_line(monkeypatch, caps
     monkeypatch.setattr(tyro, "cli", refuse)
     assert main([]) == 2
     assert one_line(capsys.readouterr().err) == "plain words"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            3,
+            (
+                "--batch-size is 4",
+                "12.0 GiB",
+                "state and batch 3.0 GiB, temporaries 9.0 GiB",
+                "8.0 GiB",
+                "--remat layer",
+                "2 x 3 GiB",
+            ),
+        ),
+        (9, ("--fsdp", "the state and batch need 9.0 GiB of each device", "8.0 GiB", "--lora.rank")),
+    ],
+)
+def test_a_step_that_does_not_fit_names_what_needs_the_memory(arguments, words, monkeypatch):
+    memory = Memory(arguments=arguments << 30, outputs=0, aliased=0, temporaries=9 << 30)
+    buffers = (Buffers(2, 3 << 30, "f32[9]", "mul at model.py:1"),)
+    step = SimpleNamespace(memory=memory, capture=CaptureReport(1, 1, 1, buffers=buffers))
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 8 << 30}, device_kind="GPU")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    with pytest.raises(ConfigError) as error:
+        check_step(InputConfig(batch_size=4), step, 1)
+    assert_names(cli.as_flags(str(error.value), FIELDS), *words)
+    memory = Memory(arguments=1, outputs=0, aliased=0, temporaries=2)
+    check_step(InputConfig(batch_size=4), SimpleNamespace(memory=memory, capture=None), 1)
 
 
 @pytest.mark.long
