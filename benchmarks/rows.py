@@ -31,7 +31,7 @@ FIELDS = {
     "loss, losses, heldout, skipped, same_loss": "loss after the first step, or per step; validation loss; skipped steps; True "
     "for a constant loss",
     "halted": "expert capacity that the step needed, 0 if the capacity was sufficient",
-    "build_s, build_and_first_s, first_step_s, trace_s, compile_s": "seconds of setup",
+    "build_s, build_and_first_s, first_step_s, imports_s, trace_s, compile_s, state_s, step_s": "seconds of setup",
     "launches, updates, replays, actions": "CUDA graph launches, graph updates, replays, or pipeline actions per step",
     "steps, done": "soak: requested and completed steps; loss curve: logged steps",
     "differs, first_differs": "soak: largest loss difference from the run with graph auto, first step with a difference",

@@ -4,13 +4,9 @@ python -m benchmarks.startup --out startup.json --presets launch-bound gpt-124m
 python -m benchmarks.startup --out startup.json --presets cpu-tiny --variants jgraph "jax same" --sizes tiny    # on a CPU
 
 Each variant runs in a process of its own, first with empty caches of compiled programs, and then again with full ones. A row
-has these seconds:
-
-- `build_s`: imports, and tracing the model to build its functions or layers.
-- `trace_s`: JAX traces and lowers programs. `compile_s`: XLA compiles them, or loads them from the cache. Both are sums of the
-  time in which at least one thread does it, so the two can overlap.
-- `first_step_s`: everything, from the start of the process to the result of the first step. `ms` is the same, for
-  `python -m benchmarks compare`.
+has the seconds of the phases of `jgraph.xla.startup.Startup`, which do not overlap, as `imports_s`, `trace_s`, `compile_s`,
+`state_s` and `step_s`. `torch.compile` has `imports_s` only, which includes building its layers. `first_step_s` is everything,
+from the start of the process to the result of the first step. `ms` is the same, for `python -m benchmarks compare`.
 """
 
 import json
@@ -19,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,10 +26,13 @@ from benchmarks.rows import Row
 from benchmarks.runner import Options, store
 from benchmarks.works import preset_config, vary
 
-# Names of JAX's events by key of the row.
-EVENTS = {
-    "trace_s": ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration"),
-    "compile_s": ("backend_compile_duration",),
+# Key of the row by phase.
+KEYS = {
+    "imports and data": "imports_s",
+    "tracing": "trace_s",
+    "XLA": "compile_s",
+    "initial state": "state_s",
+    "first step": "step_s",
 }
 CACHES = ("JAX_COMPILATION_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
 
@@ -81,7 +80,7 @@ def started_twice(preset: str, variant: str, options: StartupOptions) -> Iterato
 
 def in_process(preset: str, variant: str, options: StartupOptions, caches: dict[str, str]) -> Row:
     """Returns the seconds of a new process, or the reason why it failed."""
-    command = [sys.executable, "-m", "benchmarks.startup", "child", preset, variant, options.sizes, str(time.time())]
+    command = [sys.executable, "-m", "benchmarks.startup", "child", preset, variant, options.sizes, str(time.monotonic())]
     try:
         done = subprocess.run(command, env=os.environ | caches, capture_output=True, text=True, timeout=options.timeout)
     except subprocess.TimeoutExpired:
@@ -104,52 +103,44 @@ def child(preset: str, variant: str, sizes: str, began: float) -> None:
         return
     import jax
 
-    intervals: dict[str, list[tuple[float, float]]] = {name: [] for name in EVENTS}
+    from jgraph.xla.startup import Startup, watch
 
-    def on_event(event: str, duration_secs: float, **_: Any) -> None:
-        end = time.time()
-        for name, events in EVENTS.items():
-            if event.rsplit("/", 1)[-1] in events:
-                intervals[name].append((end - duration_secs, end))
-
-    jax.monitoring.register_event_duration_secs_listener(on_event)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    make = jgraph_first if system == "jgraph" else plain_first
-    first, built = make(config, settings)
-    jax.block_until_ready(first())
-    seconds = {name: union(found) for name, found in intervals.items()}
-    row = {"build_s": built - began, **seconds, "first_step_s": time.time() - began}
+    make = jgraph_parts if system == "jgraph" else plain_parts
+    with watch() as compiles:
+        startup = Startup(began, compiles)
+        init, step = make(config, settings)
+        startup.enter("initial state")
+        state = jax.block_until_ready(init())
+        startup.enter("first step")
+        jax.block_until_ready(step(state))
+        seconds = startup.seconds()
+    row = {KEYS[name]: length for name, length in seconds.items()} | {"first_step_s": sum(seconds.values())}
     print(json.dumps(row | {"device": f"1 x {jax.devices()[0].device_kind}"}))
 
 
-def jgraph_first(config: Any, settings: str) -> tuple[Callable[[], Any], float]:
-    """Returns the first step of the command line, compiled when called, and the time when it is built."""
+def jgraph_parts(config: Any, settings: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Returns the functions of the initial state and of the step, as the command line compiles them."""
     import jax
 
     from benchmarks.programs.step import tokens_of
     from jgraph.train.setup import TrainSetup
 
     setup = TrainSetup.from_config(vary(config.changed(graph="auto"), settings))
-    built = time.time()
-
-    def first() -> Any:
-        init = setup.compile_init()
-        run = setup.compile_step()
-        return run(init(), jax.device_put(setup.step.place(tokens_of(config))))
-
-    return first, built
+    init = setup.compile_init()
+    run = setup.compile_step()
+    return init, lambda state: run(state, jax.device_put(setup.step.place(tokens_of(config))))
 
 
-def plain_first(config: Any, settings: str) -> tuple[Callable[[], Any], float]:
-    """Returns the first step of plain JAX, compiled when called, and the time when it is built."""
+def plain_parts(config: Any, settings: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Returns the functions of the initial state and of the step of plain JAX, compiled when called."""
     import jax
 
     from benchmarks.peers.plain_jax import plain_step
     from benchmarks.programs.step import tokens_of
 
     plain = plain_step(config, settings.split(), platform=jax.default_backend())
-    built = time.time()
-    return lambda: plain.step(plain.init(), tokens_of(config)), built
+    return plain.init, lambda state: plain.step(state, tokens_of(config))
 
 
 def torch_row(variant: str, config: Any, began: float) -> Row:
@@ -166,22 +157,17 @@ def torch_row(variant: str, config: Any, began: float) -> Row:
     tokens = torch.randint(0, config.model.vocab_size, shape, device="cuda")
     with torch.no_grad():
         model.loss(tokens)  # creates the rotary table before compilation
-    built = time.time()
+    built = time.monotonic()
     loss = torch.compile(model.loss)(tokens)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
     optimizer.step()
     torch.cuda.synchronize()
-    return {"build_s": built - began, "first_step_s": time.time() - began, "device": f"1 x {torch.cuda.get_device_name()}"}
-
-
-def union(intervals: Sequence[tuple[float, float]]) -> float:
-    """Returns the length of the union of intervals: traces are nested, and threads compile at once."""
-    total, end = 0.0, 0.0
-    for start, stop in sorted(intervals):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
+    return {
+        "imports_s": built - began,
+        "first_step_s": time.monotonic() - began,
+        "device": f"1 x {torch.cuda.get_device_name()}",
+    }
 
 
 if __name__ == "__main__":

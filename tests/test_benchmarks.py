@@ -250,14 +250,14 @@ def test_the_loop_of_the_readme_is_compared_with_plain_jax(tmp_path):
     assert found["difference"] == "bitwise equal" or (relative and float(relative[1]) < 1e-4)
 
 
-def test_a_start_is_divided_into_phases_that_do_not_count_nested_intervals_twice(tmp_path):
-    assert startup.union([(0.0, 3.0), (1.0, 2.0), (2.5, 4.0), (6.0, 7.0)]) == 5.0
+def test_a_start_is_divided_into_phases(tmp_path):
     options = startup.StartupOptions(out=tmp_path / "startup.json", sizes="tiny")
     row = startup.in_process("launch-bound", "jgraph", options, {name: str(tmp_path / name) for name in startup.CACHES})
     assert not unknown_keys({name: value for name, value in row.items() if name != "device"})
     assert row["device"] == "1 x cpu"
-    assert 0 < row["trace_s"] < row["first_step_s"]
-    assert 0 < row["compile_s"] < row["first_step_s"]
+    phases = [row[key] for key in startup.KEYS.values()]
+    assert min(phases) > 0
+    assert sum(phases) == pytest.approx(row["first_step_s"])
     failed = startup.in_process("launch-bound", "jgraph num_microbatches=3", options, {})
     assert "must be a divisor of `batch_size` 2" in failed["failed"]
 

@@ -26,6 +26,7 @@ from jgraph.train.setup import TrainSetup
 from jgraph.xla import cache, count_launches
 from jgraph.xla.hlo import HloModule
 from jgraph.xla.launches import profiler_options
+from jgraph.xla.startup import watch
 
 TRACED = 3  # number of profiled steps
 NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")  # HLO that runs nothing
@@ -69,7 +70,7 @@ class Step:
         cache.enable()
         init = setup.compile_init()  # compiles in the background, while the step compiles
         start = time.perf_counter()
-        with cache.watch() as compiles:
+        with watch() as compiles:
             run = setup.compile_step()
         report(
             compile_s=time.perf_counter() - start,

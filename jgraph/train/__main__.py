@@ -19,6 +19,7 @@ import functools
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,10 +89,10 @@ def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
         second Ctrl-C, at once; 141 if the reader of stdout has closed it. If the devices do not finish a program within
         `hang_seconds`, the process ends with 75 inside this call.
     """
-    return cli.run(prog, functools.partial(_run, prog=prog), argv, FIELDS)
+    return cli.run(prog, functools.partial(_run, prog=prog, began=time.monotonic()), argv, FIELDS)
 
 
-def _run(args: list[str], prog: str) -> int:
+def _run(args: list[str], prog: str, began: float) -> int:
     try:
         config = parse(args, prog)
     except ConfigError as e:
@@ -105,7 +106,8 @@ def _run(args: list[str], prog: str) -> int:
     from jgraph.train._trainer import train
 
     hide_tracebacks()
-    summary = train(config, console=FlagConsole(FIELDS), end=functools.partial(cli.end_at_once, prog, fields=FIELDS))
+    end = functools.partial(cli.end_at_once, prog, fields=FIELDS)
+    summary = train(config, console=FlagConsole(FIELDS), end=end, began=began)
     # Exit with 128 + signal number, so that `train && next` stops.
     return 128 + signal.Signals[summary.stopped_by] if summary.stopped_by else 0
 

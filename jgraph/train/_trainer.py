@@ -5,7 +5,6 @@ import json
 import math
 import os
 import platform
-import time
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -38,11 +37,12 @@ from jgraph.train.rundir import RunDir, versions
 from jgraph.train.setup import TrainSetup
 from jgraph.xla import cache, compiler_options
 from jgraph.xla.options import known
+from jgraph.xla.startup import Startup, watch
 
 _NAMES = Names("run_dir", "checkpoint_keep", restart="use another `run_dir` or `resume` off")
 
 
-def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], str]], object]) -> Summary:
+def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], str]], object], began: float) -> Summary:
     """Trains a model until `config.steps`, SIGTERM or SIGINT, and saves the state at the end.
 
     Starts from the newest checkpoint that is not damaged, else from the initial weights. With `resume` off, replaces the run
@@ -51,9 +51,9 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
 
     `end` is called from another thread if the devices hang. Its argument removes the lock and returns the error message. It
     must end the process, because the thread that waits for a hung device cannot be interrupted. A second SIGINT raises
-    KeyboardInterrupt at once. After a NonFiniteError, the state is not saved.
+    KeyboardInterrupt at once. After a NonFiniteError, the state is not saved. `began` is the start of the command, by
+    `time.monotonic`.
     """
-    start = time.perf_counter()
     # Checked before a backend starts, which is slow. Platform "gpu", so that a CPU rejects the same options.
     compiler_options(config.compile.graph, config.compile.xla_options, platform="gpu")
     _trackers.check_installed(config.monitor.log)
@@ -66,7 +66,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         resumes = run_dir.resumes(config.output)
     reporter = Reporter(console if is_process_zero() else Console(quiet=True), config.steps)
     with contextlib.ExitStack() as stack:
-        compiles = stack.enter_context(cache.watch())
+        startup = Startup(began, stack.enter_context(watch()))
         with all_or_raise():
             rows = config.input.batch_size // jax.process_count()
             check_host(config.input, rows * (config.input.seq_len + 1) * np.dtype(np.int32).itemsize, "its tokens")
@@ -107,10 +107,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             end(partial(_last_words, wait, config, run_dir, reporter))
 
         watchdog = stack.enter_context(Watchdog(config.monitor.hang_seconds, hung))
-        started = _callbacks.FirstStep(
-            lambda: reporter.line(f"first step finished {time.perf_counter() - start:.1f} s after the start; {compiles}")
-        )
-        run = _Run(config, setup, corpus, weights, run_dir, reporter, watchdog, stop, started)
+        run = _Run(config, setup, corpus, weights, run_dir, reporter, watchdog, stop, startup)
         return run.run(samples=bool(config.monitor.sample_tokens) and not no_sample)
 
 
@@ -129,7 +126,7 @@ class _Run:
     reporter: Reporter
     watchdog: Watchdog
     stop: StopRequest
-    started: Callback
+    startup: Startup
 
     def run(self, *, samples: bool) -> Summary:
         """Trains, prints and returns the summary. Generates text after the last step if `samples` is True."""
@@ -176,6 +173,7 @@ class _Run:
         try:
             with all_or_raise():
                 checkpoints.check_space(shapes)
+            self.startup.enter("initial state")
             with reporter.phase("making the initial state" if is_new else "restoring the newest checkpoint"):
                 done, state = _start(setup, init, checkpoints, shapes)
             outcome = "already finished"
@@ -252,6 +250,7 @@ class _Run:
         seconds = [entry["seconds"] for entry in read_metrics(run_dir.metrics) if "seconds" in entry]
         clock = StepClock(seconds[-1] if seconds else 0.0)
         skipped = int(watchdog.wait(lambda: "the initial state", state.skipped))
+        self.startup.enter("first step")
         path = run_dir.metrics if is_process_zero() else Path(os.devnull)
         with contextlib.closing(MetricsLog(path, done=done, trackers=started)) as log, reporter:
             evaluate = _validation.evaluator(setup, _validation.heldout(setup.config, self.corpus), watchdog)
@@ -264,7 +263,7 @@ class _Run:
                 batches=ahead,
                 callbacks=[
                     *profiles,
-                    self.started,
+                    _callbacks.FirstStep(lambda: reporter.line(str(self.startup))),
                     checks,
                     _callbacks.Metrics(setup, log, reporter, clock, checks, evaluate, trained_tokens),
                     _callbacks.SaveCheckpoints(setup, checkpoints, watchdog, done),

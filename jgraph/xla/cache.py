@@ -4,14 +4,11 @@ JAX stores the executables. This module stores the capture report of each execut
 compiles. The dump directory is not part of JAX's cache key, so every compilation can use a new directory.
 """
 
-import contextlib
 import hashlib
 import importlib.metadata
 import os
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +21,6 @@ from jgraph.xla.options import OptionValue
 _CONFIG: Any = jax.config  # type checkers do not see its options
 UNREADABLE = "Error reading persistent compilation cache entry"
 """JAX's warning about a program for a device that is not present. JAX cannot load it, and compiles it again."""
-_HIT = "/jax/compilation_cache/cache_hits"
-_COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-@dataclass
-class Compiles:
-    """Counts of the programs that JAX compiled or loaded. `str` formats them as one line for the log."""
-
-    programs: int = 0  # compiled, or loaded from JAX's compilation cache
-    hits: int = 0  # loaded from the cache
-    seconds: float = 0.0  # to compile and load all of them, summed over threads
-
-    def __str__(self) -> str:
-        return (
-            f"jitted programs: {self.programs - self.hits} compiled and {self.hits} loaded from the compile cache "
-            f"in {self.seconds:.1f} s (sum over threads)"
-        )
 
 
 def user_cache() -> Path:
@@ -62,29 +42,6 @@ def enable(directory: Path | None = None, *, field: str = "directory") -> str:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compilation_cache.reset_cache()  # JAX otherwise keeps using its first directory
     return place
-
-
-@contextlib.contextmanager
-def watch() -> Iterator[Compiles]:
-    """Counts the programs that JAX compiles or loads from its cache inside a `with` block, on all threads."""
-    found = Compiles()
-    lock = threading.Lock()
-
-    def on_event(event: str, duration_secs: Any = 0.0, **_: str | int) -> None:
-        with lock:
-            if event == _HIT:
-                found.hits += 1
-            if event == _COMPILED:
-                found.programs += 1
-                found.seconds += duration_secs
-
-    jax.monitoring.register_event_listener(on_event)
-    jax.monitoring.register_event_duration_secs_listener(on_event)
-    try:
-        yield found
-    finally:
-        jax.monitoring.unregister_event_listener(on_event)
-        jax.monitoring.unregister_event_duration_listener(on_event)
 
 
 def report_file(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, options: Mapping[str, OptionValue]) -> Path | None:

@@ -14,11 +14,12 @@ from pathlib import Path
 import jax, jax.numpy as jnp
 from jgraph.xla import alias_map, cache, compile_and_report, compiler_options
 from jgraph.xla.explain import Memory
+from jgraph.xla.startup import watch
 
 cache.enable(Path(sys.argv[1]))
 x, y = jnp.ones(8), jnp.ones((64, 64))
 lowered = jax.jit(lambda x, y: (x + 1, jnp.fft.fft(y @ y).real @ y), donate_argnums=0).lower(x, y)
-with cache.watch() as compiles:
+with watch() as compiles:
     compiled, report = compile_and_report(lowered, compiler_options("full", platform="gpu"))
 print(json.dumps([compiles.hits, [repr(report), alias_map(compiled), str(Memory.read(compiled))]]))
 """

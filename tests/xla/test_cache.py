@@ -19,15 +19,16 @@ from pathlib import Path
 import jax, jax.numpy as jnp
 from jgraph.xla import CaptureReport, Op, Outside, alias_map, cache, _capture, compile_and_report
 from jgraph.xla.explain import Memory
+from jgraph.xla.startup import watch
 
 _capture._read_dump = lambda *_: {REPORT!r} if sys.argv[2] == "compiles" else None
 cache.enable(Path(sys.argv[1]))
 x, y = jnp.ones(8), jnp.ones((8, 8))
 lowered = jax.jit(lambda x, y: (x + 1, y @ y), donate_argnums=0).lower(x, y)
-with cache.watch() as compiles:
+with watch() as compiles:
     compiled, found = compile_and_report(lowered, {{"xla_cpu_enable_fast_math": False}}, platform="gpu")
 results = [repr(found), alias_map(compiled), str(Memory.read(compiled)), str(compiled(x, y))]
-print(json.dumps([compiles.programs, compiles.hits, compiles.seconds > 0, results]))
+print(json.dumps([compiles.programs, compiles.hits, results]))
 """
 
 
@@ -41,14 +42,14 @@ def start(directory, argument, code):
 @pytest.mark.long
 def test_a_second_process_hits_the_cache_and_gets_the_same_report_aliases_and_memory(tmp_path):
     *first, results = start(tmp_path, "compiles", START)
-    assert first == [1, 0, True]
+    assert first == [1, 0]
     assert results[0] == repr(REPORT)
     *second, repeated = start(tmp_path, "hits", START)
-    assert second == [1, 1, True]
+    assert second == [1, 1]
     assert repeated == results
     (report,) = (tmp_path / "capture").iterdir()
     report.write_text('{"outside": [{"ops": 3}]}')
-    assert start(tmp_path, "hits", START)[3][0] == "None"
+    assert start(tmp_path, "hits", START)[2][0] == "None"
 
 
 # Compiles a program with three settings, each with its own report, then reads all three from the cache.
