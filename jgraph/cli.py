@@ -105,11 +105,14 @@ class FlagConsole(Console):
 
 
 @contextlib.contextmanager
-def phase(name: str, console: Console | None = None) -> Iterator[None]:
+def phase(name: str, console: Console | None = None, *, at_stop: Callable[[], str] | None = None) -> Iterator[None]:
     """Shows that a phase of a command takes seconds: on stderr by default, because stdout has the result of a command.
 
     A terminal has a line with the elapsed time, and at the end the final time. A log has one line: on stdout the name at the
     start, on stderr the final time, because a command that fails prints one line there.
+
+    With `at_stop`, SIGINT and SIGTERM end the process at once, also while XLA compiles: one line names the phase and has the
+    result of `at_stop`, which another thread calls to release what the process holds. Only for phases that change nothing.
     """
     console = console or FlagConsole(stderr=True)
     is_live = console.is_interactive and not console.quiet
@@ -120,15 +123,58 @@ def phase(name: str, console: Console | None = None) -> Iterator[None]:
         *columns, console=console, transient=True, disable=not is_live, redirect_stdout=redirect, redirect_stderr=redirect
     )
     live.add_task(name, total=None)
+
+    def stop(number: int) -> None:
+        def say() -> None:
+            live.stop()
+            text = f"stopped by {signal.Signals(number).name} while {name}{at_stop() if at_stop else ''}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        _exit_at_once(128 + number, say)
+
     start = time.perf_counter()
     prints_end = is_live or console.stderr
     if not prints_end:
         console.print(name, markup=False, highlight=False, soft_wrap=True)
-    with live:
+    with live, _stops(stop) if at_stop else contextlib.nullcontext():
         yield
     if prints_end:
         text = f"{name}: {time.perf_counter() - start:.1f} s"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def interruptible(name: str) -> contextlib.AbstractContextManager[None]:
+    """A `phase` of a command that only reads files: Ctrl-C ends the command at once."""
+    return phase(name, at_stop=lambda: "")
+
+
+@contextlib.contextmanager
+def _stops(act: Callable[[int], object]) -> Iterator[None]:
+    """Calls `act` from another thread with SIGINT or SIGTERM, also while the main thread is in a call of XLA."""
+    # Python runs its handlers in the main thread, when the call returns. It writes the number of the signal to this pipe at
+    # once. A thread in `signal.sigwait` would need all threads of XLA to block the signals.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def watch() -> None:
+        while number := os.read(reader, 1)[0]:
+            if number in (signal.SIGINT, signal.SIGTERM):
+                act(number)
+
+    watcher = threading.Thread(target=watch, name="signals", daemon=True)
+    watcher.start()
+    previous = signal.set_wakeup_fd(writer)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        os.write(writer, b"\0")
+        watcher.join()
+        os.close(reader)
+        os.close(writer)
 
 
 def run(
@@ -164,16 +210,21 @@ def _error_line(prog: str, message: str, fields: Collection[str]) -> str:
 
 def end_at_once(prog: str, describe: Callable[[], str], fields: Collection[str] = ()) -> NoReturn:
     """Prints an error line to stderr and ends the process with exit code 75 (`HUNG`). Callable from any thread."""
+    _exit_at_once(HUNG, lambda: print(_error_line(prog, describe(), fields), file=sys.stderr, flush=True))
+
+
+def _exit_at_once(code: int, say: Callable[[], object]) -> NoReturn:
+    """Calls `say` and ends the process with an exit code."""
     # Other threads are not unwound and exit handlers do not run: the interpreter's own shutdown would block on a device that
-    # does not respond. Neither a slow `describe` nor a blocked pipe may keep the process alive.
-    deadline = threading.Timer(_MESSAGE_TIMEOUT_SECONDS, os._exit, [HUNG])
+    # does not respond, and on a compilation. Neither a slow `say` nor a blocked pipe may keep the process alive.
+    deadline = threading.Timer(_MESSAGE_TIMEOUT_SECONDS, os._exit, [code])
     deadline.daemon = True
     deadline.start()
     try:
-        print(_error_line(prog, describe(), fields), file=sys.stderr, flush=True)
+        say()
         sys.stdout.flush()
     finally:
-        os._exit(HUNG)
+        os._exit(code)
 
 
 def command(prog: str, about: str | None, *acts: Callable[..., None]) -> Callable[..., int]:

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jgraph.cli import Count, Directory, File, Module, Name, command, phase
+from jgraph.cli import Count, Directory, File, Module, Name, command, interruptible
 from jgraph.errors import os_errors, require
 from jgraph.interop.folder import check_exists
 
@@ -118,7 +118,7 @@ def _shown(value: Any) -> str:
 def _evaluate_text(run: Path, step: int | None, of_model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     from jgraph.train import evaluation
 
-    with phase("evaluating the model"):
+    with interruptible("evaluating the model"):
         found = evaluation.evaluate(run, step, **of_model, **options)
     bits = "unknown: the tokens cannot be decoded" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
     print(f"model      {found.source}")
@@ -136,7 +136,7 @@ def _evaluate_tasks(
     from jgraph.train.loaded import load
     from jgraph.train.metrics import finite
 
-    with phase("loading the model"):
+    with interruptible("loading the model"):
         loaded = load(run, step, **of_model)
     found = score_tasks(loaded, tasks, **options)
     rows = [("task", "metric", "value", "stderr")]

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import tyro
 
-from jgraph.cli import Count, Directory, Module, command, phase
+from jgraph.cli import Count, Directory, Module, command, interruptible
 from jgraph.errors import ConfigError, require
 from jgraph.interop.folder import check_exists
 
@@ -88,7 +88,7 @@ def sample(
     limit = {} if window is None else {"window": window}
     draw = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "key": seed}
     settings = {"max_tokens": max_tokens, "stop": stop, **draw, **limit}
-    with phase("loading the model"):
+    with interruptible("loading the model"):
         loaded = load(run, step, module=module, adapter=adapter)
         if chat:
             before = [{"role": "system", "content": system}] if system else []
@@ -96,7 +96,7 @@ def sample(
             texts = ["" for _ in texts]
         else:
             pieces = loaded.stream(texts, **settings)
-    with phase("compiling the prompt and token programs"):
+    with interruptible("compiling the prompt and token programs"):
         first = list(itertools.islice(pieces, 1))
     # All texts grow at the same time. The first is printed as it grows, the others when it is complete.
     later = ["" for _ in texts]

@@ -4,13 +4,15 @@ import io
 import os
 import pty
 import re
+import signal
+import subprocess
 import sys
 
 import pytest
 from rich.console import Console
 
 from jgraph import aot
-from jgraph.cli import phase
+from jgraph.cli import interruptible, phase
 from jgraph.train._console import Reporter
 
 
@@ -117,3 +119,43 @@ def test_a_run_that_hangs_in_a_phase_restores_the_terminal(terminal):
         assert "\x1b[?25h" not in shown()
         reporter.__exit__()  # as the watchdog does
         assert "\x1b[?25h" in shown()
+
+
+STOPPED = """
+import ctypes, signal, sys
+from jgraph.cli import interruptible
+
+signal.signal(getattr(signal, sys.argv[1]), lambda *_: None)
+library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+library.pthread_mutex_lock(mutex)
+with interruptible("compiling the step"):
+    print("begun", flush=True)
+    library.pthread_mutex_lock(mutex)  # never returns, also after a signal, like a long compilation
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_a_phase_at_once_while_the_main_thread_is_in_a_library(terminal, name):
+    file, shown = terminal
+    process = subprocess.Popen([sys.executable, "-c", STOPPED, name], stdout=subprocess.PIPE, stderr=file, text=True)
+    try:
+        assert process.stdout
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(getattr(signal, name))
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + getattr(signal, name)
+    text = shown()
+    assert screen(text) == [f"stopped by {name} while compiling the step"]
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is visible
+
+
+def test_a_finished_phase_restores_the_handling_of_signals(capsys):
+    before = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before)
+    with interruptible("compiling the step"):
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.set_wakeup_fd(before) == before

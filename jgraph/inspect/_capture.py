@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from jgraph.cli import Count, File, Name, as_flags, example, fields_of, find, optional, phase, reason
+from jgraph.cli import Count, File, Name, as_flags, example, fields_of, find, interruptible, optional, reason
 from jgraph.errors import ConfigError, JgraphError, os_errors, require
 from jgraph.precision.config import FP8Config
 from jgraph.train.config import TrainConfig
@@ -111,7 +111,7 @@ def _explain(
     if config is None:
         chosen = compiler_options(graph, xla_options, platform=platform)
         fn, args, donated = example(name, find(name)())
-        with phase(f"compiling {name}"):
+        with interruptible(f"compiling {name}"):
             report = explain(fn, *args, donate_argnums=donated, target=target, compiler_options=chosen)
         return dataclasses.replace(report, name=f"{name}, {report.name}")
     from jgraph.train.setup import TrainSetup
@@ -128,14 +128,14 @@ def _explain(
         # cuDNN's attention can be compiled only on the GPU itself, not for another model of GPU.
         config = config.changed(model=dataclasses.replace(config.model, attention="xla"))
         notes = ("attention is XLA's: a run on the GPU uses cuDNN's, which cannot be compiled without a GPU",)
-    with phase("tracing the model"):
+    with interruptible("tracing the model"):
         setup = TrainSetup.from_config(config)
         step = setup.step
         batch = setup.batch()
         if target is not None and step.num_devices > 1:
             step = step.on(aot.devices(step.num_devices, gpu=target))
             batch = step.placed_shapes(batch)
-    with phase("compiling the training step"):
+    with interruptible("compiling the training step"):
         report = explain(step.jitted(), step.state, batch, target=target, compiler_options=setup.options(platform))
     title = f"training step of {config.preset} ({config.module}), {config.input.batch_size} x {config.input.seq_len} tokens,"
     title += f" on {setup.step.num_devices} devices," if setup.step.num_devices > 1 else ""

@@ -84,10 +84,10 @@ def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
 
     Returns:
         The exit code: 0 if the run is finished or the help was printed; 1 if the loss or a gradient is not finite; 2 for
-            invalid
-        input, printed as one line to stderr; 130 after Ctrl-C and 143 after SIGTERM, when the run has been saved; 130 after a
-        second Ctrl-C, at once; 141 if the reader of stdout has closed it. If the devices do not finish a program within
-        `hang_seconds`, the process ends with 75 inside this call.
+        invalid input, printed as one line to stderr; 130 after Ctrl-C and 143 after SIGTERM, when the run has been saved; 130
+        after a second Ctrl-C, at once; 141 if the reader of stdout has closed it. The process ends inside this call with 75 if
+        the devices do not finish a program within `hang_seconds`, and with 130 or 143 if a signal arrives while the step is
+        compiled.
     """
     return cli.run(prog, functools.partial(_run, prog=prog, began=time.monotonic()), argv, FIELDS)
 

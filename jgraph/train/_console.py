@@ -1,6 +1,7 @@
 """Terminal output of a run: the header, progress lines, warnings and the summary."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -71,9 +72,9 @@ class Reporter:
         text = text.encode(self._console.encoding, errors="replace").decode(self._console.encoding)
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Shows a phase that takes seconds. Not inside the `with` block of the live line."""
-        return cli.phase(name, self._console)
+    def phase(self, name: str, at_stop: Callable[[], str] | None = None) -> contextlib.AbstractContextManager[None]:
+        """Shows a phase that takes seconds, as `cli.phase` does. Not inside the `with` block of the live line."""
+        return cli.phase(name, self._console, at_stop=at_stop)
 
     def warn(self, text: str) -> None:
         self.line(f"warning: {text}")

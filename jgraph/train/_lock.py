@@ -43,11 +43,16 @@ def locked(run_dir: RunDir, warn: Callable[[str], object]) -> Iterator[None]:
     finally:
         # Removed before the lock is released, so that the next process creates a new file.
         if _is_at(path, file):
-            path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # the directory is not empty, or the disk of the lock file is full
-            run_dir.path.rmdir()
+            release(run_dir)
         with contextlib.suppress(OSError):
             file.close()
+
+
+def release(run_dir: RunDir) -> None:
+    """Removes the lock file, and the directory if it is empty then."""
+    run_dir.lock_file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # the directory is not empty, or the disk of the lock file is full
+        run_dir.path.rmdir()
 
 
 def _open_locked(path: Path, own: dict[str, Any]) -> TextIO:

@@ -25,7 +25,7 @@ from jgraph.step.state import TrainState
 from jgraph.train import _callbacks, _capacity, _trackers, _validation, profiling
 from jgraph.train._console import Reporter, Summary
 from jgraph.train._functional import batch_shapes
-from jgraph.train._lock import locked
+from jgraph.train._lock import locked, release
 from jgraph.train._loop import Callback, Loop, agreed_stop
 from jgraph.train._memory import check_host, check_step, memory_errors
 from jgraph.train._signals import StopRequest
@@ -50,9 +50,9 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
     `distributed.process_id`; only process 0 prints and writes metrics, and all stop at the same step.
 
     `end` is called from another thread if the devices hang. Its argument removes the lock and returns the error message. It
-    must end the process, because the thread that waits for a hung device cannot be interrupted. A second SIGINT raises
-    KeyboardInterrupt at once. After a NonFiniteError, the state is not saved. `began` is the start of the command, by
-    `time.monotonic`.
+    must end the process, because the thread that waits for a hung device cannot be interrupted. While the step compiles, a
+    signal ends the process, unless the run has several. Later, a second SIGINT raises KeyboardInterrupt at once. After a
+    NonFiniteError, the state is not saved. `began` is the start of the command, by `time.monotonic`.
     """
     # Checked before a backend starts, which is slow. Platform "gpu", so that a CPU rejects the same options.
     compiler_options(config.compile.graph, config.compile.xla_options, platform="gpu")
@@ -155,7 +155,7 @@ class _Run:
             with all_or_raise():
                 check_space(run_dir.path.absolute(), shapes, config.output.checkpoint_keep + 1, names=_NAMES, frozen=frozen)
             # Both programs compile at once, and before the directory changes: an error must not replace an earlier run.
-            with reporter.phase("compiling the training step"):
+            with self._before_first_step("compiling the training step"):
                 init = partial(self.weights.load, setup) if self.weights else setup.compile_init()
                 step = self.compile(setup)
         with all_or_raise():
@@ -174,7 +174,7 @@ class _Run:
             with all_or_raise():
                 checkpoints.check_space(shapes)
             self.startup.enter("initial state")
-            with reporter.phase("making the initial state" if is_new else "restoring the newest checkpoint"):
+            with self._before_first_step("making the initial state" if is_new else "restoring the newest checkpoint"):
                 done, state = _start(setup, init, checkpoints, shapes)
             outcome = "already finished"
             if done >= config.steps:
@@ -182,13 +182,22 @@ class _Run:
             else:
                 self._print_start(done, batches)
                 if step is None:
-                    with reporter.phase("compiling the training step"):
+                    with self._before_first_step("compiling the training step"):
                         step = self.compile(setup)
                 done, state = self._loop(done, state, step, batches, checkpoints)
                 outcome = f"stopped by {self.stop.name}" if done < config.steps else "finished"
         finally:
             checkpoints.close()
         return self._summary(outcome, done, state, samples=samples)
+
+    def _before_first_step(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Shows a phase in which nothing can be saved. A stop signal ends a run of one process at once, several agree later."""
+
+        def at_stop() -> str:
+            release(self.run_dir)
+            return "; nothing was trained"
+
+        return self.reporter.phase(name, None if jax.process_count() > 1 else at_stop)
 
     def compile(self, setup: TrainSetup) -> CompiledStep:
         """Compiles the step and prints its XLA options, capture and pipeline."""
@@ -333,7 +342,7 @@ def _last_words(wait: Wait, config: TrainConfig, run_dir: RunDir, reporter: Repo
     with contextlib.suppress(Exception):
         reporter.__exit__()
     if is_process_zero():
-        run_dir.lock_file.unlink(missing_ok=True)
+        release(run_dir)
     return hang_message(wait, config, run_dir)
 
 

@@ -286,6 +286,25 @@ def test_a_failed_write_is_reported_in_one_line_with_the_file_and_flag(tmp_path)
         assert f"checkpoints in {tmp_path / str(step)} cannot be written: a file is larger than" in line
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_while_xla_compiles_ends_the_run_at_once_and_changes_no_earlier_run(short, tmp_path, name):
+    run_dir, dump = tmp_path / "run", tmp_path / "dump"
+    if name == "SIGINT":
+        shutil.copytree(short, run_dir)
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    flags = "--model.num-layers", "12", "--no-resume", "--compile-cache", "off"
+    process = tiny.start(run_dir, *flags, XLA_FLAGS=f"{os.environ['XLA_FLAGS']} --xla_dump_to={dump}")
+    # XLA writes its input when it begins to compile.
+    tiny.wait_for(lambda: any(dump.glob("*.jit_step.before_optimizations.txt")), process=process)
+    process.send_signal(getattr(signal, name))
+    code, out, err = tiny.finish(process, seconds=120)
+    assert (code, err) == (128 + getattr(signal, name), "")
+    phases = ["compiling the training step", f"stopped by {name} while compiling the training step; nothing was trained"]
+    assert out.splitlines()[-2:] == phases
+    shutil.rmtree(dump)
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+
+
 def test_the_second_ctrl_c_interrupts_at_once_and_the_handlers_are_restored():
     before = signal.getsignal(signal.SIGINT)
     with StopRequest() as stop:
