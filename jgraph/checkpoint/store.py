@@ -264,12 +264,12 @@ class Checkpoints:
         if self._base_crc is None:
             if self.latest_step is None:
                 # Of a run that ended before its first checkpoint, perhaps with other weights.
-                self._base.remove()
-            self._base_crc = self._base.save_once(frozen)
+                self._base._remove()
+            self._base_crc = self._base._save_once(frozen)
         return self._base_crc
 
-    def save_once(self, state: dict[str, Array]) -> int:
-        """Writes the only checkpoint, unless it exists, and waits for it. Returns the checksum of its digest. Internal."""
+    def _save_once(self, state: dict[str, Array]) -> int:
+        """Writes the only checkpoint, unless it exists, and waits for it. Returns the checksum of its digest."""
         if self.latest_step is None:
             self._save(0, state)
             self.wait()
@@ -280,8 +280,8 @@ class Checkpoints:
             raise CheckpointError(f"{self._directory} does not hold the frozen leaves of this run; {self._names.restart}")
         return expected["crc"]
 
-    def remove(self) -> None:
-        """Deletes all checkpoints. Internal."""
+    def _remove(self) -> None:
+        """Deletes all checkpoints."""
         for step in self._manager.all_steps():
             self._manager.delete(step)
         self._empty_trash()
@@ -329,12 +329,13 @@ class Checkpoints:
             if actual & mask(digest) != stored:
                 raise DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {stored:08x}")
         found = {name: like_key(leaf, array) for (name, leaf), array in zip(like.items(), restored, strict=True)}
-        return found | (self._base.restore_once(frozen, digest["base"]) if "base" in digest else {})
+        return found | (self._base._restore_once(frozen, digest["base"]) if "base" in digest else {})
 
-    def restore_once(self, like: dict[str, Leaf], crc: int) -> dict[str, Array]:
-        """Restores the only checkpoint, whose digest has the checksum `crc`. Internal."""
+    def _restore_once(self, like: dict[str, Leaf], crc: int) -> dict[str, Array]:
+        """Restores the only checkpoint, whose digest has the checksum `crc`."""
         try:
-            if self._digest(0)["crc"] != crc:
+            unseal(digest := self._digest(0))
+            if digest["crc"] != crc:
                 raise DamagedError("it holds the frozen leaves of another run")
             return self._restore(0, like)
         except DamagedError as e:
