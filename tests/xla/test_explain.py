@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_a_step_with_grouped_matmuls_updates_its_experts_in_place():
 def test_the_json_report_has_every_field():
     report = explain(update, STATE, X, donate_argnums=0)
     fields = json.loads(report.to_json())
-    assert set(fields) == {"name", "device", "capture", "donations", "memory", "fp8", "collectives", "notes"}
+    assert set(fields) == {"name", "device", "capture", "donations", "memory", "buffers", "fp8", "collectives", "notes"}
     assert fields["donations"][0] == {
         "leaf": "state['m']",
         "array": "float32[9]",
@@ -306,7 +307,8 @@ def test_static_arguments_and_constants_computed_while_tracing_are_allowed_with_
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     state = jax.device_put(jnp.ones((64, 64)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
     with jax.set_mesh(mesh):
-        assert explain(step, state, 8, state, target="h200").capture == report.capture
+        found = explain(step, state, 8, state, target="h200").capture
+    assert dataclasses.replace(found, buffers=()) == dataclasses.replace(report.capture, buffers=())  # other names of calls
 
 
 @pytest.mark.target
