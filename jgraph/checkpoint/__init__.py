@@ -1,4 +1,5 @@
 """Checkpoints that can be restored on other devices, written and verified."""
 
 from jgraph.checkpoint.canonical import CanonicalLayout as CanonicalLayout
-from jgraph.checkpoint.store import CheckpointReader as CheckpointReader, Checkpoints as Checkpoints
+from jgraph.checkpoint.reader import CheckpointReader as CheckpointReader
+from jgraph.checkpoint.store import Checkpoints as Checkpoints

@@ -102,7 +102,7 @@ def unseal(digest: Digest) -> list[int]:
 
 
 def _crc(digest: Digest) -> int:
-    numbers = [digest[name] for name in ("step", "base") if name in digest]
+    numbers = [number for number in (digest.get("step"), digest.get("base")) if number is not None]
     return zlib.crc32(json.dumps([digest["leaves"], digest["checksums"], *numbers], sort_keys=True).encode())
 
 
@@ -122,7 +122,7 @@ def shown_shape(leaf: Described | None) -> str:
     return f"{leaf['dtype']}{leaf['shape']}" if leaf else "absent"
 
 
-def placed(leaf: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def placed(leaf: Leaf) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
     stored = jax.eval_shape(key_data, leaf)
     return jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding)
