@@ -1,5 +1,7 @@
 """Tests the loop over microbatches: one body, or pairs if experts are exchanged."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,16 @@ import pytest
 from jax.sharding import Mesh
 
 from jgraph.layout import named
+from jgraph.moe.config import MoEConfig
+from jgraph.precision.config import FP8Config
 from jgraph.step import train_step
 from jgraph.strategies import FullySharded, Replicated
 from jgraph.strategies._accumulate import accumulate
 from jgraph.strategies.objective import Carry, Loss, Objective
+from jgraph.train.config import LoRAConfig, TrainConfig
+from jgraph.train.setup import TrainSetup
+from jgraph_models.gpt_config import GPTConfig
+from tests.own import Settings
 
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(4, 3)}
 REDUCTIONS = {kind: kind for kind in ("max", "sum", "last")}
@@ -42,6 +50,39 @@ def matmuls(count, **choices):
 
 def test_a_program_has_the_matmuls_of_one_microbatch_for_any_number_of_microbatches():
     assert matmuls(1) == matmuls(2) == matmuls(8)
+
+
+# A tiny GPT with two rows per data rank in a microbatch.
+BASE = {
+    "steps": 4,
+    "seq_len": 16,
+    "model": GPTConfig(num_layers=1, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=64),
+}
+EXPERTS = dataclasses.replace(BASE["model"], mlp="swiglu", moe=MoEConfig(num_experts=4, experts_per_token=2, d_ff=32))
+CASES = {
+    "one device": {},
+    "data parallel": {"dp": 2},
+    "sharded": {"fsdp": 2},
+    "tensor parallel": {"tp": 2},
+    "fp8": {"precision": "fp8", "fp8": FP8Config(recipe="delayed", emulate=True)},
+    "carried state": {"module": "tests.own:Normed", "model": Settings()},
+    "exchanged experts": {"fsdp": 2, "ep": 2, "model": EXPERTS},
+    "lora": {"lora": LoRAConfig(rank=4)},
+}
+
+
+SLOW = ("exchanged experts", "lora")
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in CASES])
+def test_a_step_with_16_microbatches_has_as_many_operations_as_one_with_few(case):
+    def operations(num_microbatches):
+        config = TrainConfig.from_fields(**BASE | CASES[case])
+        batch_size = 2 * config.parallel.data_ranks * num_microbatches
+        setup = TrainSetup.from_config(config.changed(batch_size=batch_size, num_microbatches=num_microbatches))
+        return setup.step.jitted().lower(setup.step.state, setup.batch()).as_text().count(" = ")
+
+    assert operations(4 if case == "exchanged experts" else 2) == operations(16)
 
 
 @pytest.mark.parametrize(("count", "at_once"), [(3, 1), (3, 2), (4, 2)])

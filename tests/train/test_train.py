@@ -2,6 +2,7 @@ import contextlib
 import io
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -95,6 +96,19 @@ def test_a_log_names_each_phase_of_a_run_once(run):
     start = ["reading the data", "tracing the model", "compiling the training step", "making the initial state"]
     phases = [*start, "generating a sample text"]
     assert [line for line in out.splitlines() if line in phases] == phases
+
+
+@pytest.mark.long
+def test_a_run_compiles_as_many_programs_before_its_first_step_with_16_microbatches_as_with_2(tmp_path):
+    def programs(num_microbatches):
+        flags = "--steps", "1", "--batch-size", "16", "--num-microbatches", str(num_microbatches)
+        code, out, _ = tiny.finish(tiny.start(tmp_path / str(num_microbatches), *flags), seconds=120)
+        assert code == 0
+        counts = re.search(r"first step finished .* XLA \S+ \((\d+) compiled, (\d+) loaded", out)
+        assert counts
+        return sum(map(int, counts.groups()))
+
+    assert programs(2) == programs(16)
 
 
 def test_a_rerun_of_a_finished_run_prints_its_summary_and_trains_no_step(run, capsys):
