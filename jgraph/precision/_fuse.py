@@ -95,7 +95,8 @@ class _Fusion:
         assert call is not None, "only quantizations are fused"
         dtype, want, results = call
         scale = read(eqn.invars[1]) if len(eqn.invars) == 2 else jnp.float32(1)
-        inputs = tuple(read(v).reshape(shape) for v, shape in self.inputs)
+        # A constant is not reshaped to its own shape: the new NumPy array would be another constant of the program.
+        inputs = tuple(x if (x := read(v)).shape == shape else x.reshape(shape) for v, shape in self.inputs)
         x = RotatedBack(*inputs) if self.fn is None else Computed(self.fn, inputs)
         with scope("quantize"):
             found = cast_transpose(x, scale, dtype, want=want, implementation=implementation)

@@ -35,7 +35,7 @@ from jgraph.strategies.tensor_parallel import in_turns, specs_of
 from jgraph_models.decoding import by_layer, decoder
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
 from jgraph_models.hugging_face import HUGGING_FACE
-from jgraph_models.rotary import Rotary, Scaling, halves, rotary, rotate
+from jgraph_models.rotary import Rotary, Scaling, halves, pairs, rotary, rotate
 
 Norm: TypeAlias = Literal["fused", "backward", "xla"]
 
@@ -314,7 +314,7 @@ class Attention(nnx.Module):
         kernel: Any = attention_kernel(config, T) if starts_BT is None else _document_kernel(config)
         if kernel == "fused":
             with jgraph.scope("attention"):
-                return rotary_attention(qkv_BTHK, *halves(rotary_T1K)).reshape(B, T, -1)
+                return rotary_attention(qkv_BTHK, *_pairs_of(config, T)).reshape(B, T, -1)
         rotary_T1K, positions_T = places or (rotary_T1K, None)
         # The rotary embedding encodes distances, so positions need not restart at each document.
         if config.qk_norm == "head":
@@ -322,7 +322,8 @@ class Attention(nnx.Module):
             q_norm, k_norm = nnx.merge(*norms)
             q_BTHK, k_BTGK = rotate(q_norm(q_BTHK), rotary_T1K), rotate(k_norm(k_BTGK), rotary_T1K)
         else:
-            q_BTHK, k_BTGK, v_BTGK = rotated_heads(qkv_BTHK, *halves(rotary_T1K), num_heads=H, num_kv_heads=G)
+            pairs_TP = halves(rotary_T1K) if places else _pairs_of(config, T)
+            q_BTHK, k_BTGK, v_BTGK = rotated_heads(qkv_BTHK, *pairs_TP, num_heads=H, num_kv_heads=G)
         with jgraph.scope("attention"):
             if starts_BT is None:
                 y_BTHK = jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, implementation=kernel)
@@ -416,11 +417,19 @@ def _library_attention(config: GPTConfig) -> Literal["cudnn", "xla"]:
 
 def rotary_of(config: GPTConfig, length: int) -> Rotary:
     """Computes the rotary tables of positions 0 to `length` - 1."""
-    scaling = None
-    if config.rope_scaling == "llama3":
-        factors = config.rope_factor, config.rope_low_freq_factor, config.rope_high_freq_factor
-        scaling = Scaling(*factors, config.rope_original_length)
-    return rotary(length, config.head_size, config.rope_theta, scaling)
+    return rotary(length, config.head_size, config.rope_theta, _scaling_of(config))
+
+
+def _pairs_of(config: GPTConfig, length: int) -> Rotary:
+    """Computes the cosines and sines of the pairs of a head, of positions 0 to `length` - 1."""
+    return pairs(length, config.head_size, config.rope_theta, _scaling_of(config))
+
+
+def _scaling_of(config: GPTConfig) -> Scaling | None:
+    if config.rope_scaling != "llama3":
+        return None
+    factors = config.rope_factor, config.rope_low_freq_factor, config.rope_high_freq_factor
+    return Scaling(*factors, config.rope_original_length)
 
 
 def _sequences(batch: Any) -> tuple[Array, Array, Array | None, Array | None]:

@@ -2,6 +2,7 @@
 
 # B batch, T sequence, H heads, K head size
 
+import functools
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -30,17 +31,23 @@ class Scaling:
         return frequencies * (share + (1 - share) / self.factor)
 
 
+# The tables are NumPy arrays, which are constants of the program: JAX arrays would be computed in every step. They are cached,
+# because a program has a constant for each NumPy array. One for each layer made the program of GPT 1.3B ten times as large.
+@functools.lru_cache(8)
+def pairs(length: int, head_size: int, theta: float, scaling: Scaling | None = None) -> Rotary:
+    """Computes the cosines and sines of the pairs of positions 0 to `length` - 1: float32 [T, K/2]."""
+    # The angle of pair i is position * theta**(-2i/K), in float64.
+    frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
+    angles_TP = np.arange(length)[:, None] * (scaling(frequencies) if scaling else frequencies)
+    return np.cos(angles_TP).astype(np.float32), np.sin(angles_TP).astype(np.float32)
+
+
+@functools.lru_cache(8)
 def rotary(length: int, head_size: int, theta: float, scaling: Scaling | None = None) -> Rotary:
     """Computes the cosines and signed sines of positions 0 to `length` - 1, for `rotate`: float32 [T, 1, K]."""
-    # NumPy arrays are constants of the program. JAX arrays would be computed in every step. The angle of pair i is
-    # position * theta**(-2i/K), in float64.
-    frequencies = theta ** (-np.arange(0, head_size, 2) / head_size)
-    angles_TK = np.arange(length)[:, None] * (scaling(frequencies) if scaling else frequencies)
-    cos_TK, sin_TK = np.cos(angles_TK), np.sin(angles_TK)
+    cos_TP, sin_TP = pairs(length, head_size, theta, scaling)
     # The cosines are repeated for both halves of a head, and the sines are negative in the first half.
-    tables = np.concatenate([cos_TK, cos_TK], -1), np.concatenate([-sin_TK, sin_TK], -1)
-    cos_T1K, sin_T1K = (table[:, None].astype(np.float32) for table in tables)
-    return cos_T1K, sin_T1K
+    return np.concatenate([cos_TP, cos_TP], -1)[:, None], np.concatenate([-sin_TP, sin_TP], -1)[:, None]
 
 
 def halves(rotary_T1K: Rotary) -> tuple[np.ndarray, np.ndarray]:

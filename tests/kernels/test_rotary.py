@@ -84,6 +84,17 @@ def test_the_quantization_of_the_gradient_rotates_it():
     jax.tree.map(np.testing.assert_array_equal, fuse(run)(qkv, *dy), run(qkv, *dy))
 
 
+def test_fused_gradients_share_the_tables():
+    tables = halves(rotary(T, 64, 1e4))
+
+    def run(qkv, *dy):
+        (dqkv,) = jax.vjp(lambda qkv: rotated_heads(qkv, *tables, **HEADS), qkv)[1](dy)
+        return [cast_transpose(dqkv.reshape(B * T, -1), jnp.float32(scale)) for scale in (256, 512)]
+
+    dy = reference(heads(64, seed=1), rotary(T, 64, 1e4))
+    assert len(jax.make_jaxpr(fused(run, "xla"))(heads(64), *dy).consts) == 2
+
+
 def test_a_gradient_with_another_reader_is_not_rotated_in_the_kernel():
     tables, qkv = halves(rotary(T, 64, 1e4)), heads(64)
 

@@ -52,6 +52,14 @@ def test_logits_and_loss_are_float32(compute_dtype):
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 
+def test_a_program_has_each_rotary_table_once():
+    config = replace(num_layers=4)
+    graphdef, params = split(config)
+    gradient = jax.jit(jax.grad(lambda params: nnx.merge(graphdef, params).loss(TOKENS)))
+    tables = [const for const in gradient.trace(params).jaxpr.consts if np.shape(const)[:1] == (16,)]
+    assert sorted(map(np.shape, tables)) == [(16, 4), (16, 4)]
+
+
 def test_hidden_states_are_in_the_compute_dtype():
     model = GPT(replace(compute_dtype="bfloat16"), rngs=nnx.Rngs(0))
     assert nnx.eval_shape(lambda model: model.hidden(TOKENS), model).dtype == jnp.bfloat16
