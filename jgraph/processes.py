@@ -1,14 +1,17 @@
 """Connects the processes of a run, and lets them agree on values and errors.
 
-Arguments, Slurm or Open MPI identify the processes, and `jax.distributed` connects them before a backend starts. In a run of
+Arguments or a launcher identify the processes, and `jax.distributed` connects them before a backend starts. In a run of
 one process every function here returns at once.
 """
 
 import contextlib
+import glob
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -17,57 +20,74 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jgraph.errors import ConfigError
+from jgraph.launchers import Launch, flags_needed, launched, num_gpus
 from jgraph.types import JaxDevice
 
 # The processes of a job start within this time of each other.
 _PATIENCE_SECONDS = 300
 # If one process ends with an error, the others end after this time.
 _SHUTDOWN_SECONDS = 60
+_GPU_FILES = "/dev/nvidia[0-9]*"
 
 
-def launcher(environ: Mapping[str, str]) -> Literal["slurm", "ompi"] | None:
-    """Returns the launcher that started this process as one of several; None if there is none."""
-    # In the shell of an allocation, SLURM_NTASKS is the number of tasks that a step may have, but the shell is a single task.
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
-    if {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environ.keys() and int(tasks) > 1:
-        return "slurm"
-    return "ompi" if int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1 else None
+@dataclass(frozen=True)
+class Connection:
+    """The connection of this process to the others."""
+
+    launch: Launch
+    # GPUs of this process among the visible ones; None for all
+    devices: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        """Describes the processes in the header of a run."""
+        launch = self.launch
+        ids = ", ".join(map(str, self.devices or ()))
+        gpus = f"uses GPU{'s' if ',' in ids else ''} {ids}" if ids else "uses all visible GPUs"
+        devices = gpus if jax.default_backend() == "gpu" else "runs on the CPU"
+        by = "flags" if launch.name == "flags" else f"variables of {launch.name}"
+        return f"{launch.num_processes}, by {by}; process {launch.process_id} listens at {launch.coordinator} and {devices}"
 
 
 def connect(
     *,
-    setup: Literal["auto", "off"] = "auto",  # off: ignore Slurm and Open MPI, so that only a coordinator connects
+    setup: Literal["auto", "off"] = "auto",  # off: ignore launchers, so that only a coordinator connects
     coordinator: str = "",  # HOST:PORT of process 0, the same for all; then the next two are required
     num_processes: int | None = None,
     process_id: int | None = None,
+    local_devices: str = "auto",  # see `Launch.devices`
     patience: float = _PATIENCE_SECONDS,  # for the other processes
-) -> None:
+) -> Connection | None:
     """Connects to the other processes, if any, and blocks until all have called it. Call it before JAX's backend starts."""
-    # Under Slurm and Open MPI, a process gets one GPU, by its local rank. With a coordinator it gets all visible GPUs.
-    found = launcher(os.environ) if setup == "auto" and not coordinator else None
-    if jax.distributed.is_initialized() or not (coordinator or found):
-        return
-    if found == "ompi" and "OMPI_MCA_orte_hnp_uri" not in os.environ:
-        raise ConfigError(
-            "`distributed.coordinator` is None: must be HOST:PORT of process 0, because Open MPI 5 does not provide it; "
-            "also pass `distributed.num_processes` $OMPI_COMM_WORLD_SIZE and `distributed.process_id` $OMPI_COMM_WORLD_RANK",
-            field="distributed.coordinator",
-        )
-    source = f"`distributed.coordinator` is {coordinator}" if coordinator else f"started by {found}"
-    if process_id == 0:
+    launch = launched(os.environ) if setup == "auto" else None
+    if num_processes is not None and process_id is not None:
+        told = launch if launch and launch.num_processes in (0, num_processes) and launch.process_id == process_id else None
+        launch = replace(told or Launch("flags", "", 0, 0), name="flags", coordinator=coordinator)
+        launch = replace(launch, num_processes=num_processes, process_id=process_id)
+    if jax.distributed.is_initialized() or launch is None:
+        return None
+    if not launch.coordinator:
+        raise flags_needed(launch)
+    source = f"`distributed.coordinator` is {coordinator}" if coordinator else f"started by {launch.name}"
+    if launch.process_id == 0:
         try:
-            socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()  # otherwise JAX crashes
+            socket.create_server(("", int(launch.coordinator.rpartition(":")[2]))).close()  # otherwise JAX crashes
         except OSError as e:
             must = f"must have a port that is free on this machine ({e.strerror})"
-            raise ConfigError(f"{source}: {must}", field="distributed.coordinator") from e
+            raise ConfigError(f"{source}, with {launch.coordinator}: {must}", field="distributed.coordinator") from e
+    visible = num_gpus(os.environ, len(glob.glob(_GPU_FILES)))
+    devices = launch.devices(local_devices, visible)
+    if devices and visible <= max(devices) and visible:
+        must = f"must be less than the number of visible GPUs, {visible}"
+        raise ConfigError(f"`distributed.local_devices` is {local_devices}: {must}", field="distributed.local_devices")
     # The trainer handles SIGTERM. JAX's service would intercept it.
     jax.config.update("jax_enable_preemption_service", False)
     initialize = partial(
         jax.distributed.initialize,
-        coordinator_address=coordinator or None,
-        num_processes=num_processes,
-        process_id=process_id,
-        cluster_detection_method=found or "deactivate",
+        coordinator_address=launch.coordinator,
+        num_processes=launch.num_processes,
+        process_id=launch.process_id,
+        local_device_ids=devices,
+        cluster_detection_method="deactivate",
         # JAX aborts the process when its own timeout expires.
         initialization_timeout=10 * int(patience) + 60,
         shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
@@ -79,6 +99,19 @@ def connect(
             "`distributed.coordinator` HOST:PORT, if given, is the same for all, and that the others reach that host and port",
             field="distributed.coordinator",
         )
+    return Connection(launch, devices)
+
+
+def unused_gpus() -> int:
+    """Returns the number of GPUs of this machine that no process uses. Collective: every process must call it."""
+    machines = all_gather_scalar(zlib.crc32(socket.gethostname().encode()) >> 1)
+    counts = all_gather_scalar(jax.local_device_count())
+    if jax.default_backend() != "gpu":
+        return 0
+    used = sum(count for machine, count in zip(machines, counts, strict=True) if machine == machines[jax.process_index()])
+    # Slurm tells the GPUs of the job. The files may include those of other jobs.
+    here = int(os.environ.get("SLURM_GPUS_ON_NODE") or num_gpus(os.environ, len(glob.glob(_GPU_FILES))))
+    return max(0, here - used)
 
 
 def devices_of_ranks(count: int, *, flags: str) -> list[JaxDevice]:

@@ -118,14 +118,15 @@ def _check_device_count(args: Sequence[str]) -> None:
     With too few devices, that error comes first. In a run of several processes, the devices of the others are not known.
     """
     from jgraph.dispatch import check_devices
-    from jgraph.processes import devices_of_ranks, launcher
+    from jgraph.launchers import launched
+    from jgraph.processes import devices_of_ranks
 
     layout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("dp", "fsdp", "pp", "ep", "cp", "tp"):
         layout.add_argument(f"--{name}", type=int, default=1)
     layout.add_argument("--distributed.coordinator", dest="coordinator")
     parsed = layout.parse_known_args(args)[0]
-    if parsed.coordinator or launcher(os.environ):
+    if parsed.coordinator or launched(os.environ):
         return
     check_devices()
     flags = " ".join(

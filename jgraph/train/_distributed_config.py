@@ -1,5 +1,6 @@
 """Settings of the processes of a run. No JAX."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,19 +10,27 @@ from jgraph.settings import OTHER_DEVICES, check_field, may_change
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """Processes of a distributed run. Slurm and Open MPI set these options; otherwise set the last three together."""
+    """Processes of a distributed run. Launchers tell the first three, which otherwise must be set together."""
 
-    setup: Literal["auto", "off"] = may_change("auto", OTHER_DEVICES)
-    """`auto` connects to the other processes that Slurm, Open MPI or the options below define. `off` runs one process."""
     coordinator: str = may_change("", OTHER_DEVICES)
     """HOST:PORT of process 0. All processes must be able to reach it, and the port must be free."""
     num_processes: int | None = may_change(None, OTHER_DEVICES)
     """Number of processes."""
     process_id: int | None = may_change(None, OTHER_DEVICES)
     """Index of this process, from 0."""
+    setup: Literal["auto", "off"] = may_change("auto", OTHER_DEVICES)
+    """`auto` connects to the other processes that torchrun, Open MPI, Slurm, Kubernetes or the options above define. `off` runs
+    one process."""
+    local_devices: str = may_change("auto", OTHER_DEVICES)
+    """GPUs of this process: its share of the visible ones if the launcher started several processes on this machine (`auto`),
+    `all` visible ones, or indices such as `0,1`."""
 
     def __post_init__(self):
         check_types(self, prefix="distributed.")
+        is_list = bool(re.fullmatch(r"\d+(,\d+)*", self.local_devices))
+        allowed = "auto, all, or different indices of GPUs such as 0,1"
+        is_set = is_list and len(set(self.local_devices.split(","))) == self.local_devices.count(",") + 1
+        check_field(self, "distributed.local_devices", self.local_devices in ("auto", "all") or is_set, allowed)
         flags = {"coordinator": self.coordinator or None, "num_processes": self.num_processes, "process_id": self.process_id}
         given = [name for name, value in flags.items() if value is not None]
         for name, value in flags.items() if given else ():

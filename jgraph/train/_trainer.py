@@ -19,7 +19,7 @@ from jgraph.checkpoint.store import Checkpoints, Names, check_path, check_space
 from jgraph.data import Ahead, Batches, Corpus, load
 from jgraph.dispatch import check_devices
 from jgraph.errors import ConfigError, os_errors
-from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_process_zero
+from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_process_zero, unused_gpus
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
 from jgraph.train import _callbacks, _capacity, _trackers, _validation, profiling
@@ -57,7 +57,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
     # Checked before a backend starts, which is slow. Platform "gpu", so that a CPU rejects the same options.
     compiler_options(config.compile.graph, config.compile.xla_options, platform="gpu")
     _trackers.check_installed(config.monitor.log)
-    connect(**asdict(config.distributed))
+    connection = connect(**asdict(config.distributed))
     check_devices()
     run_dir = RunDir(Path(config.output.run_dir))
     with all_or_raise(), os_errors("run_dir", run_dir.path, "read"):
@@ -94,6 +94,10 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         size = sum(math.prod(param.shape) for param in own)
         trained = sum(math.prod(param.shape) for param in own if param.is_trained)
         reporter.begins(config, parameters=size, trained=trained, corpus=corpus, devices=_devices(setup))
+        if connection:
+            reporter.line(f"processes  {connection}")
+            if unused := unused_gpus():
+                reporter.warn(f"no process uses {unused} of the GPUs of this machine: see `distributed.local_devices`")
         if cache_line:
             reporter.line(cache_line)
         if warning:
@@ -365,6 +369,6 @@ def _check_processes_agree(config: TrainConfig, fingerprint: str, source_step: i
     if differing:
         raise ConfigError(
             f"process {differing[0]} was started with other flags or another text of `data` than process 0: "
-            "all flags except `distributed.process_id` must be the same",
+            "all flags except `distributed.process_id` and `distributed.local_devices` must be the same",
             field="distributed.process_id",
         )

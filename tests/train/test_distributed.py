@@ -15,7 +15,7 @@ import pytest
 from jgraph.checkpoint.store import Checkpoints
 from jgraph.data import Batches
 from jgraph.errors import ConfigError
-from jgraph.processes import connect, devices_of_ranks, launcher
+from jgraph.processes import connect, devices_of_ranks
 from jgraph.train.__main__ import main
 from jgraph.train.config import DistributedConfig, OptimizerConfig, TrainConfig
 from jgraph.train.setup import TrainSetup
@@ -67,6 +67,14 @@ WRONG = [
     ),
     *(
         (
+            {"local_devices": devices},
+            "local_devices",
+            f"`distributed.local_devices` is {devices}: must be auto, all, or different indices of GPUs such as 0,1",
+        )
+        for devices in ("", "none", "0,", "-1", "1,1", "0 1")
+    ),
+    *(
+        (
             {"coordinator": address, "num_processes": 2, "process_id": 0},
             "coordinator",
             f"`distributed.coordinator` is {address}: must be HOST:PORT of process 0",
@@ -83,32 +91,15 @@ def test_wrong_process_settings_are_refused_with_the_field_to_change(fields, fie
     assert (error.value.field, str(error.value)) == (f"distributed.{field}", message)
 
 
-STEP = {"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "node[1-2]"}
-
-
-@pytest.mark.parametrize(
-    ("environ", "found"),
-    [
-        ({}, None),
-        (STEP, "slurm"),
-        (STEP | {"SLURM_STEP_NUM_TASKS": "4"}, "slurm"),
-        (STEP | {"SLURM_NTASKS": "1"}, None),
-        # The shell of an allocation with four tasks, and an sbatch script.
-        (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, None),
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
-        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "ompi"),
-        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
-    ],
-)
-def test_slurm_and_open_mpi_are_detected_from_the_environment(environ, found):
-    assert launcher(environ) == found
-
-
-def test_open_mpi_5_needs_flags(monkeypatch):
+def test_a_launcher_without_the_address_of_process_zero_needs_flags(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="Open MPI 5 does not provide it"):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "0")
+    with pytest.raises(ConfigError, match="Open MPI 5 does not provide it") as error:
         connect()
-    connect(setup="off")
+    assert "`distributed.process_id` $OMPI_COMM_WORLD_RANK" in str(error.value)
+    assert connect(setup="off") is None
     assert not jax.distributed.is_initialized()
 
 
@@ -117,6 +108,12 @@ def test_a_port_in_use_is_refused():
         coordinator = f"localhost:{server.getsockname()[1]}"
         with pytest.raises(ConfigError, match="must have a port that is free on this machine"):
             connect(coordinator=coordinator, num_processes=2, process_id=0)
+
+
+def test_a_gpu_that_is_not_visible_is_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(ConfigError, match="is 2: must be less than the number of visible GPUs, 2"):
+        connect(coordinator=f"localhost:{free_port()}", num_processes=2, process_id=0, local_devices="2")
 
 
 def test_a_failed_connection_is_reported_in_one_line():
