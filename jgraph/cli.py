@@ -3,6 +3,7 @@
 The library names arguments (`model.num_heads`) in its errors. A command prints them as flags (`--model.num-heads`).
 """
 
+import atexit
 import contextlib
 import errno
 import functools
@@ -190,18 +191,42 @@ def run(
         code = act(list(sys.argv[1:] if argv is None else argv)) or 0
         sys.stdout.flush()
         return code
-    except BrokenPipeError:
+    except BrokenPipeError as e:
         # Python flushes stdout at exit and would print a second error about the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return exit_code(e)
     except (JgraphError, OSError) as e:
         message = str(e)
         if isinstance(e, OSError) and e.filename is None and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             message = f"standard output or a temporary file cannot be written: {e.strerror}"
         print(_error_line(prog, message, fields), file=sys.stderr)
-        return 1 if isinstance(e, NonFiniteError) else 2
-    except KeyboardInterrupt:
-        return 130  # 128 + SIGINT, without a message
+        return exit_code(e)
+    except KeyboardInterrupt as e:
+        return exit_code(e)  # without a message
+
+
+def exit_code(error: BaseException) -> int:
+    """Returns the exit code of a command that ends with an exception."""
+    match error:
+        case BrokenPipeError():
+            return 128 + signal.SIGPIPE
+        case KeyboardInterrupt():
+            return 128 + signal.SIGINT
+        case JgraphError() | OSError() if not isinstance(error, NonFiniteError):
+            return 2
+    return 1
+
+
+def exit_alone(code: int) -> None:
+    """Lets the exit of this process skip earlier exit handlers, such as that of JAX, which waits for other processes."""
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+    atexit.register(leave)
 
 
 def _error_line(prog: str, message: str, fields: Collection[str]) -> str:

@@ -19,14 +19,16 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jgraph import peers
 from jgraph.errors import ConfigError
 from jgraph.launchers import Launch, flags_needed, launched, num_gpus
 from jgraph.types import JaxDevice
 
 # The processes of a job start within this time of each other.
 _PATIENCE_SECONDS = 300
-# If one process ends with an error, the others end after this time.
+# The processes wait for each other before the exit handler of JAX does.
 _SHUTDOWN_SECONDS = 60
+_NEVER = 10**8
 _GPU_FILES = "/dev/nvidia[0-9]*"
 
 
@@ -37,6 +39,7 @@ class Connection:
     launch: Launch
     # GPUs of this process among the visible ones; None for all
     devices: tuple[int, ...] | None
+    sockets: peers.Sockets
 
     def __str__(self) -> str:
         """Describes the processes in the header of a run."""
@@ -55,6 +58,7 @@ def connect(
     num_processes: int | None = None,
     process_id: int | None = None,
     local_devices: str = "auto",  # see `Launch.devices`
+    timeout: float = 15.0,  # seconds without an answer of another machine until it is lost
     patience: float = _PATIENCE_SECONDS,  # for the other processes
 ) -> Connection | None:
     """Connects to the other processes, if any, and blocks until all have called it. Call it before JAX's backend starts."""
@@ -68,12 +72,6 @@ def connect(
     if not launch.coordinator:
         raise flags_needed(launch)
     source = f"`distributed.coordinator` is {coordinator}" if coordinator else f"started by {launch.name}"
-    if launch.process_id == 0:
-        try:
-            socket.create_server(("", int(launch.coordinator.rpartition(":")[2]))).close()  # otherwise JAX crashes
-        except OSError as e:
-            must = f"must have a port that is free on this machine ({e.strerror})"
-            raise ConfigError(f"{source}, with {launch.coordinator}: {must}", field="distributed.coordinator") from e
     visible = num_gpus(os.environ, len(glob.glob(_GPU_FILES)))
     devices = launch.devices(local_devices, visible)
     if devices and visible <= max(devices) and visible:
@@ -81,25 +79,52 @@ def connect(
         raise ConfigError(f"`distributed.local_devices` is {local_devices}: {must}", field="distributed.local_devices")
     # The trainer handles SIGTERM. JAX's service would intercept it.
     jax.config.update("jax_enable_preemption_service", False)
-    initialize = partial(
-        jax.distributed.initialize,
-        coordinator_address=launch.coordinator,
-        num_processes=launch.num_processes,
-        process_id=launch.process_id,
-        local_device_ids=devices,
-        cluster_detection_method="deactivate",
-        # JAX aborts the process when its own timeout expires.
-        initialization_timeout=10 * int(patience) + 60,
-        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-    )
-    error = _error_of(initialize, patience)
-    if error:
-        raise ConfigError(
-            f"{source}: the processes could not be connected: {error}; check that all of them are running, that "
-            "`distributed.coordinator` HOST:PORT, if given, is the same for all, and that the others reach that host and port",
-            field="distributed.coordinator",
+    try:
+        sockets, address = _meet(launch, source, patience)
+        _in_time(
+            partial(
+                jax.distributed.initialize,
+                coordinator_address=address,
+                num_processes=launch.num_processes,
+                process_id=launch.process_id,
+                local_device_ids=devices,
+                cluster_detection_method="deactivate",
+                # JAX aborts the process, with a stack of C++, when one of its own timeouts expires.
+                initialization_timeout=10 * int(patience) + 60,
+                heartbeat_timeout_seconds=_NEVER,
+                shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+            ),
+            patience,
         )
-    return Connection(launch, devices)
+    except (OSError, RuntimeError, ValueError) as e:
+        raise ConfigError(
+            f"{source}: the processes could not be connected: {' '.join(str(e).split())}; check that all of them are running, "
+            "that `distributed.coordinator` HOST:PORT, if given, is the same for all, and that the others reach that host",
+            field="distributed.coordinator",
+        ) from e
+    for each in sockets.values():
+        peers.keep_alive(each, timeout)
+    return Connection(launch, devices, sockets)
+
+
+def _meet(launch: Launch, source: str, patience: float) -> tuple[peers.Sockets, str]:
+    """Connects the processes. Returns the connections of this one, and the address at which JAX connects."""
+    host, _, port = launch.coordinator.rpartition(":")
+    host, count = host.strip("[]"), launch.num_processes
+    if launch.process_id:
+        connection = peers.join((host, int(port)), launch.process_id, count, patience)
+        service = peers.hear_port(connection, patience)
+        return {0: connection}, f"localhost:{peers.shield((host, service))}"
+    try:
+        server = peers.listen(int(port))
+    except OSError as e:
+        must = f"must have a port that is free on this machine ({e.strerror})"
+        raise ConfigError(f"{source}, at {launch.coordinator}: {must}", field="distributed.coordinator") from e
+    with server, peers.listen(0) as free:
+        sockets = peers.accept_all(server, count, patience)
+        service = free.getsockname()[1]
+    peers.tell_port(sockets, service)
+    return sockets, f"localhost:{service}"
 
 
 def unused_gpus() -> int:
@@ -155,18 +180,19 @@ def all_or_raise() -> Iterator[None]:
         raise ConfigError(f"process {failed[0]} failed and printed the reason; this one stops, too", field="")
 
 
-def _error_of(initialize: Callable[[], None], patience: float) -> str:
-    """Runs a function in a thread. Returns its error, or an empty string."""
-    problem = [f"no connection after {patience:g} s"]
+def _in_time(function: Callable[[], None], seconds: float) -> None:
+    """Calls a function. Raises its error, or TimeoutError if it takes longer."""
+    error: list[Exception] = [TimeoutError(f"no connection after {seconds:g} s")]
 
     def run():
         try:
-            initialize()
-            problem[0] = ""
+            function()
+            error.clear()
         except Exception as e:
-            problem[0] = " ".join(str(e).split())
+            error[:] = [e]
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(patience)
-    return problem[0]
+    thread.join(seconds)
+    if error:
+        raise error[0]

@@ -86,8 +86,8 @@ def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
         The exit code: 0 if the run is finished or the help was printed; 1 if the loss or a gradient is not finite; 2 for
         invalid input, printed as one line to stderr; 130 after Ctrl-C and 143 after SIGTERM, when the run has been saved; 130
         after a second Ctrl-C, at once; 141 if the reader of stdout has closed it. The process ends inside this call with 75 if
-        the devices do not finish a program within `hang_seconds`, and with 130 or 143 if a signal arrives while the step is
-        compiled.
+        the devices do not finish a program within `hang_seconds` or another process of the run is gone, and with 130 or 143 if
+        a signal arrives while the step is compiled.
     """
     return cli.run(prog, functools.partial(_run, prog=prog, began=time.monotonic()), argv, FIELDS)
 
@@ -102,12 +102,19 @@ def _run(args: list[str], prog: str, began: float) -> int:
     if config is None:
         return 0
     # Imported after the flags are checked, because importing jax takes seconds.
+    import jax
+
     from jgraph.checkpoint.store import hide_tracebacks
     from jgraph.train._trainer import train
 
     hide_tracebacks()
     end = functools.partial(cli.end_at_once, prog, fields=FIELDS)
-    summary = train(config, console=FlagConsole(FIELDS), end=end, began=began)
+    try:
+        summary = train(config, console=FlagConsole(FIELDS), end=end, began=began)
+    except BaseException as e:
+        if jax.distributed.is_initialized():
+            cli.exit_alone(cli.exit_code(e))
+        raise
     # Exit with 128 + signal number, so that `train && next` stops.
     return 128 + signal.Signals[summary.stopped_by] if summary.stopped_by else 0
 

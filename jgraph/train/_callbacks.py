@@ -39,6 +39,15 @@ class FirstStep(Callback):
             self._act = None
 
 
+class Progress(Callback):
+    """Knows the last step that this process has finished since its start; 0 before the first one."""
+
+    done = 0
+
+    def finished(self, steps: Sequence[Numbered]) -> None:
+        self.done = max([self.done, *(number for number, _ in steps)])
+
+
 class GradientChecks(Callback):
     """Raises or warns if the loss or a gradient of a step is not finite, and warns of gradients of zero.
 

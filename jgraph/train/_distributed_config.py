@@ -24,9 +24,13 @@ class DistributedConfig:
     local_devices: str = may_change("auto", OTHER_DEVICES)
     """GPUs of this process: its share of the visible ones if the launcher started several processes on this machine (`auto`),
     `all` visible ones, or indices such as `0,1`."""
+    timeout: float = may_change(15.0, OTHER_DEVICES)
+    """Seconds without an answer of another machine until it is lost. A process that is killed is noticed at once, and one that
+    only waits or computes is never lost."""
 
     def __post_init__(self):
         check_types(self, prefix="distributed.")
+        check_field(self, "distributed.timeout", 1 <= self.timeout <= 3600, "at least 1 and at most 3600")
         is_list = bool(re.fullmatch(r"\d+(,\d+)*", self.local_devices))
         allowed = "auto, all, or different indices of GPUs such as 0,1"
         is_set = is_list and len(set(self.local_devices.split(","))) == self.local_devices.count(",") + 1

@@ -19,6 +19,7 @@ from jgraph.checkpoint.store import Checkpoints, Names, check_path, check_space
 from jgraph.data import Ahead, Batches, Corpus, load
 from jgraph.dispatch import check_devices
 from jgraph.errors import ConfigError, os_errors
+from jgraph.peers import Loss, Peers
 from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_process_zero, unused_gpus
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
@@ -29,7 +30,7 @@ from jgraph.train._lock import locked, release
 from jgraph.train._loop import Callback, Loop, agreed_stop
 from jgraph.train._memory import check_host, check_step, memory_errors
 from jgraph.train._signals import StopRequest
-from jgraph.train._watchdog import Wait, Watchdog, hang_message
+from jgraph.train._watchdog import Wait, Watchdog, hang_message, loss_message
 from jgraph.train.config import TrainConfig
 from jgraph.train.initial import InitialWeights, initial_weights, tokenizer_of, tokenizer_warning, write_origin
 from jgraph.train.metrics import MetricsLog, StepClock, read_metrics
@@ -49,23 +50,32 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
     in the directory. In a distributed run, all processes call it with the same configuration, except for
     `distributed.process_id`; only process 0 prints and writes metrics, and all stop at the same step.
 
-    `end` is called from another thread if the devices hang. Its argument removes the lock and returns the error message. It
-    must end the process, because the thread that waits for a hung device cannot be interrupted. While the step compiles, a
-    signal ends the process, unless the run has several. Later, a second SIGINT raises KeyboardInterrupt at once. After a
-    NonFiniteError, the state is not saved. `began` is the start of the command, by `time.monotonic`.
+    `end` is called from another thread if the devices hang, or if another process is gone. Its argument removes the lock and
+    returns the error message. It must end the process, because the thread that waits for a hung device cannot be interrupted.
+    While the step compiles, a signal ends the process, unless the run has several. Later, a second SIGINT raises
+    KeyboardInterrupt at once. After a NonFiniteError, the state is not saved. `began` is the start of the command, by
+    `time.monotonic`.
     """
     # Checked before a backend starts, which is slow. Platform "gpu", so that a CPU rejects the same options.
     compiler_options(config.compile.graph, config.compile.xla_options, platform="gpu")
     _trackers.check_installed(config.monitor.log)
     connection = connect(**asdict(config.distributed))
-    check_devices()
+    process = connection.launch.process_id if connection else 0 if is_process_zero() else jax.process_index()
     run_dir = RunDir(Path(config.output.run_dir))
-    with all_or_raise(), os_errors("run_dir", run_dir.path, "read"):
-        check_path(run_dir.checkpoints.absolute(), names=_NAMES)
-        config = run_dir.resumed(config)
-        resumes = run_dir.resumes(config.output)
-    reporter = Reporter(console if is_process_zero() else Console(quiet=True), config.steps)
+    reporter = Reporter(Console(quiet=True) if process else console, config.steps)
+    progress = _callbacks.Progress()
+
+    def lost(loss: Loss) -> None:
+        message = lambda: loss_message(loss, process, progress.done, config, run_dir)  # noqa: E731
+        end(partial(_last_words, message, process, run_dir, reporter))
+
     with contextlib.ExitStack() as stack:
+        peers = stack.enter_context(Peers(process, connection.sockets if connection else {}, lost))
+        check_devices()
+        with all_or_raise(), os_errors("run_dir", run_dir.path, "read"):
+            check_path(run_dir.checkpoints.absolute(), names=_NAMES)
+            config = run_dir.resumed(config)
+            resumes = run_dir.resumes(config.output)
         startup = Startup(began, stack.enter_context(watch()))
         with all_or_raise():
             rows = config.input.batch_size // jax.process_count()
@@ -108,10 +118,11 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         stack.enter_context(memory_errors(config.input, run_dir))
 
         def hung(wait: Wait) -> None:
-            end(partial(_last_words, wait, config, run_dir, reporter))
+            peers.failed(None)
+            end(partial(_last_words, lambda: hang_message(wait, config, run_dir), process, run_dir, reporter))
 
         watchdog = stack.enter_context(Watchdog(config.monitor.hang_seconds, hung))
-        run = _Run(config, setup, corpus, weights, run_dir, reporter, watchdog, stop, startup)
+        run = _Run(config, setup, corpus, weights, run_dir, reporter, watchdog, stop, startup, progress, peers)
         return run.run(samples=bool(config.monitor.sample_tokens) and not no_sample)
 
 
@@ -131,6 +142,8 @@ class _Run:
     watchdog: Watchdog
     stop: StopRequest
     startup: Startup
+    progress: _callbacks.Progress
+    peers: Peers
 
     def run(self, *, samples: bool) -> Summary:
         """Trains, prints and returns the summary. Generates text after the last step if `samples` is True."""
@@ -190,6 +203,9 @@ class _Run:
                         step = self.compile(setup)
                 done, state = self._loop(done, state, step, batches, checkpoints)
                 outcome = f"stopped by {self.stop.name}" if done < config.steps else "finished"
+        except BaseException as e:
+            self.peers.failed(e)  # before `close`, which waits for the others
+            raise
         finally:
             checkpoints.close()
         return self._summary(outcome, done, state, samples=samples)
@@ -277,6 +293,7 @@ class _Run:
                 callbacks=[
                     *profiles,
                     _callbacks.FirstStep(lambda: reporter.line(str(self.startup))),
+                    self.progress,
                     checks,
                     _callbacks.Metrics(setup, log, reporter, clock, checks, evaluate, trained_tokens),
                     _callbacks.SaveCheckpoints(setup, checkpoints, watchdog, done),
@@ -341,13 +358,13 @@ def _devices(setup: TrainSetup) -> str:
     return f"{count} {jax.devices()[0].device_kind} device{'s' if count > 1 else ''}{processes}"
 
 
-def _last_words(wait: Wait, config: TrainConfig, run_dir: RunDir, reporter: Reporter) -> str:
-    """Restores the terminal, releases the run directory, and returns the message about devices that hang."""
+def _last_words(message: Callable[[], str], process: int, run_dir: RunDir, reporter: Reporter) -> str:
+    """Restores the terminal, releases the run directory, and returns the message of a process that ends at once."""
     with contextlib.suppress(Exception):
         reporter.__exit__()
-    if is_process_zero():
+    if process == 0:
         release(run_dir)
-    return hang_message(wait, config, run_dir)
+    return message()
 
 
 def _start(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 
+from jgraph.peers import Loss
 from jgraph.train.config import TrainConfig
 from jgraph.train.rundir import RunDir
 from jgraph.xla.hlo import HloModule
@@ -86,14 +87,24 @@ def hang_message(wait: Wait, config: TrainConfig, run_dir: RunDir) -> str:
         suspects, captured = _suspects(wait.program)
     process = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
     parts = [f"{process}{wait.about()} did not finish within {config.monitor.hang_seconds:g} s: the devices hang{suspects}"]
-    again = f"run the same command again{'' if config.output.resume else ', without `resume` off,'}"
-    if (saved := run_dir.last_checkpoint()) is None:
-        parts.append(f"there is no complete checkpoint: {again} to start from the beginning")
-    else:
-        parts.append(f"{again} to resume from the last complete checkpoint, {run_dir.checkpoints / str(saved)}")
+    parts.append(_how_to_resume(config, run_dir))
     if captured:
         parts.append("`graph` auto keeps collectives outside command buffers")
     return "; ".join([*parts, "if a program may take this long, raise `hang_seconds`"])
+
+
+def loss_message(loss: Loss, process: int, done: int, config: TrainConfig, run_dir: RunDir) -> str:
+    """Returns one line of `process` about another one that is gone: the steps done by this one, and how to resume."""
+    how = {"failed": "ended with an error, which it prints", "lost": "is gone: it was killed, or its machine is lost"}[loss.how]
+    when = f"the last step that finished here is {done} of {config.steps}" if done else "no step has finished since the start"
+    return f"process {process}: process {loss.process} {how}; {when}; {_how_to_resume(config, run_dir)}"
+
+
+def _how_to_resume(config: TrainConfig, run_dir: RunDir) -> str:
+    again = f"run the same command again{'' if config.output.resume else ', without `resume` off,'}"
+    if (saved := run_dir.last_checkpoint()) is None:
+        return f"there is no complete checkpoint: {again} to start from the beginning"
+    return f"{again} to resume from the last complete checkpoint, {run_dir.checkpoints / str(saved)}"
 
 
 def _suspects(program: Any) -> tuple[str, bool]:

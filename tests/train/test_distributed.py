@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -65,6 +66,7 @@ WRONG = [
         "setup",
         "`distributed.setup` is off: must be auto if `distributed.coordinator` is set",
     ),
+    ({"timeout": 0.5}, "timeout", "`distributed.timeout` is 0.5: must be at least 1 and at most 3600"),
     *(
         (
             {"local_devices": devices},
@@ -195,19 +197,27 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def start(run_dir, *flags: str, odd_flags: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
+def start(run_dir, *flags: str, **how) -> list[subprocess.Popen[str]]:
     """Starts a tiny data-parallel run of two processes. Arguments as for `start_two`."""
-    return start_two(*FLAGS, "--run-dir", str(run_dir), "--dp", "2", *flags, odd_flags=odd_flags)
+    return start_two(*FLAGS, "--run-dir", str(run_dir), "--dp", "2", *flags, **how)
 
 
-def start_two(*flags: str, odd_flags: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
-    """Starts a run of two processes with one device each. Only the second process gets `odd_flags`."""
+TRAIN = ("-m", "jgraph.train")
+
+
+def start_two(
+    *flags: str, count: int = 2, odd_flags: tuple[str, ...] = (), odd_program: tuple[int, tuple[str, ...]] = (0, TRAIN)
+) -> list[subprocess.Popen[str]]:
+    """Starts a run of two processes with one device each, or of `count`.
+
+    Only the processes after the first get `odd_flags`. `odd_program` has the number of a process and its arguments of Python.
+    """
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    address = ("--distributed.coordinator", f"localhost:{free_port()}", "--distributed.num-processes", "2")
+    address = ("--distributed.coordinator", f"localhost:{free_port()}", "--distributed.num-processes", str(count))
     return [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "jgraph.train", *flags, *address),
+                *(sys.executable, *(odd_program[1] if process == odd_program[0] else TRAIN), *flags, *address),
                 *("--distributed.process-id", str(process), *(odd_flags if process else ())),
             ],
             env=environ,
@@ -215,14 +225,14 @@ def start_two(*flags: str, odd_flags: tuple[str, ...] = ()) -> list[subprocess.P
             stderr=subprocess.PIPE,
             text=True,
         )
-        for process in range(2)
+        for process in range(count)
     ]
 
 
-def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Returns exit code, stdout and stderr of each process."""
+def finish(processes: list[subprocess.Popen[str]], seconds: float = 120) -> list[tuple[int, str, str]]:
+    """Returns exit code, stdout and stderr of each process, which must end within some time."""
     try:
-        outputs = [process.communicate(timeout=120) for process in processes]
+        outputs = [process.communicate(timeout=seconds) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -366,6 +376,96 @@ def test_an_error_in_one_process_ends_both_with_one_line_each(tmp_path):
     assert (other_code, other_out) == (2, "")
     assert "--data is no/such: no such file" in other_err
     assert not (tmp_path / "run").exists()
+
+
+# --- A process that is gone ---
+
+ENDLESS = ("--steps", "100000", "--num-microbatches", "1", "--checkpoint-every", "5", "--distributed.timeout", "1")
+
+
+def wait_for_steps(run_dir, processes: list[subprocess.Popen[str]], count: int = 12) -> None:
+    tiny.wait_for(lambda: tiny.num_lines(run_dir / "metrics.jsonl") >= count, process=processes[0])
+
+
+def assert_ended_by(ended: tuple[int, str, str], process: int, what: str, run_dir) -> None:
+    """Checks the exit code and the only line of `process`, which ends because of another one."""
+    code, _, err = ended
+    assert code == 75
+    assert err.startswith(f"jgraph.train: error: process {process}: {what}; the last step that finished here is "), err
+    (saved,) = re.findall(
+        rf"; run the same command again to resume from the last complete checkpoint, {run_dir}/checkpoints/(\d+)\n$", err
+    )
+    assert int(saved) % 5 == 0
+    assert err.count("\n") == 1
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(("count", "killed"), [(2, 1), (2, 0), (4, 2)])
+def test_a_killed_process_ends_the_others_with_one_line_each(tmp_path, count, killed):
+    run_dir = tmp_path / "run"
+    processes = start(run_dir, *ENDLESS, "--dp", str(count), count=count)
+    wait_for_steps(run_dir, processes)
+    processes[killed].kill()
+    ended = finish(processes, seconds=60)
+    gone = f"process {killed} is gone: it was killed, or its machine is lost"
+    for process in range(count):
+        if process != killed:
+            assert_ended_by(ended[process], process, gone, run_dir)
+    assert (run_dir / "lock").exists() == (killed == 0)
+
+
+RAISES = """if True:
+    import sys
+    from jgraph.train import _callbacks
+    from jgraph.train.__main__ import main
+
+    def finished(self, steps):
+        if steps and steps[-1][0] >= 12:
+            raise ValueError("bad luck")
+        self.done = max([self.done, *(number for number, _ in steps)])
+
+    _callbacks.Progress.finished = finished
+    sys.exit(main())
+"""
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("raises", [0, 1])
+def test_an_exception_in_one_process_is_printed_there_and_ends_the_other_with_one_line(tmp_path, raises):
+    run_dir = tmp_path / "run"
+    ended = finish(start(run_dir, *ENDLESS, "--dp", "2", odd_program=(raises, ("-c", RAISES))), seconds=60)
+    code, _, err = ended[raises]
+    assert code == 1
+    assert err.splitlines()[-1] == "ValueError: bad luck"
+    assert_ended_by(ended[1 - raises], 1 - raises, f"process {raises} ended with an error, which it prints", run_dir)
+
+
+@pytest.mark.once
+def test_a_stopped_process_ends_the_others_by_the_time_limit_for_hangs(tmp_path):
+    run_dir = tmp_path / "run"
+    processes = start(run_dir, *ENDLESS, "--dp", "2", "--hang-seconds", "5")
+    wait_for_steps(run_dir, processes)
+    processes[1].send_signal(signal.SIGSTOP)
+    # Longer than `--distributed.timeout`, after which the other is lost only if its machine does not answer.
+    processes[0].wait(60)
+    processes[1].send_signal(signal.SIGCONT)
+    (code, _, err), continued = finish(processes, seconds=60)
+    assert code == 75
+    assert "did not finish within 5 s: the devices hang" in err
+    assert_ended_by(continued, 1, "process 0 ended with an error, which it prints", run_dir)
+
+
+@pytest.mark.once
+def test_a_signal_to_a_process_that_waits_for_a_killed_one_does_not_keep_it(tmp_path):
+    run_dir = tmp_path / "run"
+    processes = start(run_dir, *ENDLESS, "--dp", "2")
+    wait_for_steps(run_dir, processes)
+    processes[0].send_signal(signal.SIGSTOP)
+    processes[1].kill()
+    processes[0].send_signal(signal.SIGTERM)
+    processes[0].send_signal(signal.SIGCONT)
+    ended = finish(processes, seconds=60)
+    assert_ended_by(ended[0], 0, "process 1 is gone: it was killed, or its machine is lost", run_dir)
 
 
 @pytest.mark.once

@@ -45,7 +45,14 @@ FREE = {
     ),
     *("ep", "model.moe.capacity", "fp8.compute"),
     *("profile", "sample_tokens", "eval_every", "eval_batches", "distributed.setup", "distributed.coordinator"),
-    *("distributed.num_processes", "distributed.process_id", "distributed.local_devices", "hang_seconds", "log"),
+    *(
+        "distributed.num_processes",
+        "distributed.process_id",
+        "distributed.local_devices",
+        "distributed.timeout",
+        "hang_seconds",
+        "log",
+    ),
 }
 FIXED = {
     *("preset", "steps", "batch_size", "seq_len", "num_microbatches", "freeze", "main_params_dtype", "main_grads_dtype"),
