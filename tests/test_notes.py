@@ -52,6 +52,9 @@ GENERATED = {
     "first_step.py",
 }
 OTHERS = {"--help", "--check", "--local-dir", "--ntasks", "--model.width", "--logdir", "--no-build-isolation"}
+# Of srun and torchrun.
+OTHERS |= {"--ntasks-per-node", "--gpus-per-node", "--gpus-per-task", "--nodes", "--signal"}
+OTHERS |= {"--nnodes", "--nproc-per-node", "--max-restarts", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"}
 PATH = re.compile(r"[\w./-]+(?:\.(?:py|md|json|jsonl|html|toml|svg|png)|/)")
 
 
