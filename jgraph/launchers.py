@@ -33,7 +33,8 @@ class Launch:
         """Returns the GPUs of this process among the `visible` ones; None for all. `choice` is `auto`, `all` or indices."""
         if choice not in ("auto", "all"):
             return tuple(map(int, choice.split(",")))
-        share = visible // self.local_size
+        # No GPU is visible on a machine without GPUs, or with those of another vendor.
+        share = visible // self.local_size if visible else 1
         # With fewer visible GPUs than processes, the launcher has bound this process to its own.
         if choice == "all" or self.local_size == 1 or self.is_bound or not share:
             return None

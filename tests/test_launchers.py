@@ -132,7 +132,8 @@ def launch(local_rank: int, local_size: int, **fields) -> Launch:
         # The launcher shows each process its own.
         (launch(3, 8), "auto", 1, None),
         (launch(1, 2, is_bound=True), "auto", 4, None),
-        (launch(3, 8), "auto", 0, None),
+        # GPUs of another vendor.
+        (launch(3, 8), "auto", 0, (3,)),
         (launch(3, 8), "all", 8, None),
         (launch(3, 8), "0,7", 8, (0, 7)),
     ],
