@@ -79,8 +79,9 @@ def connect(
         raise ConfigError(f"`distributed.local_devices` is {local_devices}: {must}", field="distributed.local_devices")
     # The trainer handles SIGTERM. JAX's service would intercept it.
     jax.config.update("jax_enable_preemption_service", False)
+    server = None if launch.process_id else _listen(launch, source)
     try:
-        sockets, address = _meet(launch, source, patience)
+        sockets, address = _meet(launch, server, patience)
         _in_time(
             partial(
                 jax.distributed.initialize,
@@ -107,21 +108,25 @@ def connect(
     return Connection(launch, devices, sockets)
 
 
-def _meet(launch: Launch, source: str, patience: float) -> tuple[peers.Sockets, str]:
-    """Connects the processes. Returns the connections of this one, and the address at which JAX connects."""
-    host, _, port = launch.coordinator.rpartition(":")
-    host, count = host.strip("[]"), launch.num_processes
-    if launch.process_id:
-        connection = peers.join((host, int(port)), launch.process_id, count, patience)
-        service = peers.hear_port(connection, patience)
-        return {0: connection}, f"localhost:{peers.shield((host, service))}"
+def _listen(launch: Launch, source: str) -> socket.socket:
     try:
-        server = peers.listen(int(port))
+        return peers.listen(int(launch.coordinator.rpartition(":")[2]))
     except OSError as e:
         must = f"must have a port that is free on this machine ({e.strerror})"
-        raise ConfigError(f"{source}, at {launch.coordinator}: {must}", field="distributed.coordinator") from e
+        at = "" if launch.name == "flags" else f", at {launch.coordinator}"
+        raise ConfigError(f"{source}{at}: {must}", field="distributed.coordinator") from e
+
+
+def _meet(launch: Launch, server: socket.socket | None, patience: float) -> tuple[peers.Sockets, str]:
+    """Connects the processes. Returns the connections of this one, and the address at which JAX connects."""
+    if server is None:
+        host, _, port = launch.coordinator.rpartition(":")
+        host = host.strip("[]")
+        connection = peers.join((host, int(port)), launch.process_id, launch.num_processes, patience)
+        service = peers.hear_port(connection, patience)
+        return {0: connection}, f"localhost:{peers.shield((host, service))}"
     with server, peers.listen(0) as free:
-        sockets = peers.accept_all(server, count, patience)
+        sockets = peers.accept_all(server, launch.num_processes, patience)
         service = free.getsockname()[1]
     peers.tell_port(sockets, service)
     return sockets, f"localhost:{service}"

@@ -60,14 +60,20 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
     compiler_options(config.compile.graph, config.compile.xla_options, platform="gpu")
     _trackers.check_installed(config.monitor.log)
     connection = connect(**asdict(config.distributed))
-    process = connection.launch.process_id if connection else 0 if is_process_zero() else jax.process_index()
+    process = 0
+    if connection:
+        process = connection.launch.process_id
+    elif jax.distributed.is_initialized():  # by the caller
+        process = jax.process_index()
     run_dir = RunDir(Path(config.output.run_dir))
     reporter = Reporter(Console(quiet=True) if process else console, config.steps)
     progress = _callbacks.Progress()
+    # releases the run directory while this process holds it
+    at_end: list[Callable[[], object]] = []
 
     def lost(loss: Loss) -> None:
         message = lambda: loss_message(loss, process, progress.done, config, run_dir)  # noqa: E731
-        end(partial(_last_words, message, process, run_dir, reporter))
+        end(partial(_last_words, message, at_end, reporter))
 
     with contextlib.ExitStack() as stack:
         peers = stack.enter_context(Peers(process, connection.sockets if connection else {}, lost))
@@ -92,6 +98,8 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
                 run_dir.check(config, corpus.fingerprint)
                 if is_process_zero():
                     stack.enter_context(locked(run_dir, reporter.warn))
+                    at_end.append(partial(release, run_dir))
+                    stack.callback(at_end.clear)
                     # Another process may have written to the directory before this one took the lock.
                     run_dir.check(config, corpus.fingerprint)
             with reporter.phase("tracing the model"):
@@ -119,7 +127,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
 
         def hung(wait: Wait) -> None:
             peers.failed(None)
-            end(partial(_last_words, lambda: hang_message(wait, config, run_dir), process, run_dir, reporter))
+            end(partial(_last_words, lambda: hang_message(wait, config, run_dir), at_end, reporter))
 
         watchdog = stack.enter_context(Watchdog(config.monitor.hang_seconds, hung))
         run = _Run(config, setup, corpus, weights, run_dir, reporter, watchdog, stop, startup, progress, peers)
@@ -142,7 +150,7 @@ class _Run:
     watchdog: Watchdog
     stop: StopRequest
     startup: Startup
-    progress: _callbacks.Progress
+    progress: Callback
     peers: Peers
 
     def run(self, *, samples: bool) -> Summary:
@@ -358,12 +366,12 @@ def _devices(setup: TrainSetup) -> str:
     return f"{count} {jax.devices()[0].device_kind} device{'s' if count > 1 else ''}{processes}"
 
 
-def _last_words(message: Callable[[], str], process: int, run_dir: RunDir, reporter: Reporter) -> str:
+def _last_words(message: Callable[[], str], at_end: list[Callable[[], object]], reporter: Reporter) -> str:
     """Restores the terminal, releases the run directory, and returns the message of a process that ends at once."""
     with contextlib.suppress(Exception):
         reporter.__exit__()
-    if process == 0:
-        release(run_dir)
+    for act in at_end:
+        act()
     return message()
 
 

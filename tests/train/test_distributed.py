@@ -108,7 +108,7 @@ def test_a_launcher_without_the_address_of_process_zero_needs_flags(monkeypatch)
 def test_a_port_in_use_is_refused():
     with socket.create_server(("", 0)) as server:
         coordinator = f"localhost:{server.getsockname()[1]}"
-        with pytest.raises(ConfigError, match="must have a port that is free on this machine"):
+        with pytest.raises(ConfigError, match=f"is {coordinator}: must have a port that is free"):
             connect(coordinator=coordinator, num_processes=2, process_id=0)
 
 
@@ -384,7 +384,12 @@ ENDLESS = ("--steps", "100000", "--num-microbatches", "1", "--checkpoint-every",
 
 
 def wait_for_steps(run_dir, processes: list[subprocess.Popen[str]], count: int = 12) -> None:
-    tiny.wait_for(lambda: tiny.num_lines(run_dir / "metrics.jsonl") >= count, process=processes[0])
+    try:
+        tiny.wait_for(lambda: tiny.num_lines(run_dir / "metrics.jsonl") >= count, process=processes[0], seconds=300)
+    except AssertionError:  # the runs would not end
+        for process in processes:
+            process.kill()
+        raise
 
 
 def assert_ended_by(ended: tuple[int, str, str], process: int, what: str, run_dir) -> None:
@@ -412,6 +417,29 @@ def test_a_killed_process_ends_the_others_with_one_line_each(tmp_path, count, ki
         if process != killed:
             assert_ended_by(ended[process], process, gone, run_dir)
     assert (run_dir / "lock").exists() == (killed == 0)
+
+
+DIES = """if True:
+    import os, signal, sys
+    from jgraph.train import _trainer
+    from jgraph.train.__main__ import main
+
+    _trainer.check_devices = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(main())
+"""
+
+
+@pytest.mark.once
+def test_a_process_that_is_killed_at_the_start_ends_the_others_which_leave_the_lock_of_another_run(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "lock").write_text("another run")
+    (code, _, err), _ = finish(start(run_dir, *ENDLESS, odd_program=(1, ("-c", DIES))), seconds=60)
+    assert code == 75
+    gone = "process 1 is gone: it was killed, or its machine is lost; no step has finished since the start"
+    again = "there is no complete checkpoint: run the same command again to start from the beginning"
+    assert err == f"jgraph.train: error: process 0: {gone}; {again}\n"
+    assert (run_dir / "lock").read_text() == "another run"
 
 
 RAISES = """if True:
