@@ -6,6 +6,7 @@ the maximum or the most recent entry of an amax history, and a margin.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -60,6 +61,7 @@ class AmaxHistory(NamedTuple):
         return AmaxHistory(jnp.concatenate([amax_S3[None], self.window[:-1]]), self.amax(config))
 
 
+@partial(jax.jit, static_argnums=(1, 2))  # one equation for each array that is quantized
 def scale_for(amax: Array, dtype: DTypeLike, margin: int = 0) -> Array:
     """Returns the largest power of two that maps `amax` into the range of `dtype`, divided by 2**margin.
 

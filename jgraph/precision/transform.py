@@ -357,7 +357,9 @@ class FP8Trace:
             return dict.fromkeys(self.weights, Scale(jnp.float32(1), jnp.float32(0)))
         _, dtype, _ = formats(self.config)
         scales = {}
-        earlier = self._history(state).amax(self.config) if self._is_delayed else None
+        earlier: list[Array] | None = None
+        if self._is_delayed:
+            earlier = list(scale_for(self._history(state).amax(self.config)[:, 1], dtype, self.config.margin))
         for i, start, _ in self._entries():
             if (name := self.weight_of(i)) in scales:
                 continue
@@ -365,8 +367,7 @@ class FP8Trace:
             largest: Any = None
             if earlier is None or over_devices is not None or not reads_all or self.config.calibrates:
                 largest = amax(parts[name]) if over_devices is None else over_devices(name, amax(parts[name]))
-            known, margin = (largest, 0) if earlier is None else (earlier[start, 1], self.config.margin)
-            scales[name] = Scale(scale_for(known, dtype, margin), largest)
+            scales[name] = Scale(scale_for(largest, dtype) if earlier is None else earlier[start], largest)
         return scales
 
     @scope("quantize")
@@ -421,8 +422,8 @@ class FP8Trace:
                 view = jax.vmap(view)
             rows, columns, largest = view(matrices[i]) if matrices else (None, None, known[name])
             if (amax_of_all := known[name]) is None:
-                amax_of_all = known[name] = jnp.max(largest)  # pyright: ignore[reportArgumentType]
-            scalars = (jnp.broadcast_to(scalar, lead) for scalar in (scales[name].scale, amax_of_all))
+                amax_of_all = known[name] = jnp.max(largest) if lead else largest  # pyright: ignore[reportArgumentType]
+            scalars = (jnp.broadcast_to(scalar, lead) if lead else scalar for scalar in (scales[name].scale, amax_of_all))
             views[i] = FP8Array(rows, columns, *scalars)  # pyright: ignore[reportArgumentType]
         return views
 
@@ -530,7 +531,7 @@ class FP8Trace:
 
 
 def _stacked(lead: tuple[int, ...], *rows: Array) -> Array:
-    return jnp.stack(rows).reshape(*lead, *rows[0].shape)
+    return jnp.stack(rows).reshape(*lead, *rows[0].shape) if lead else rows[0]
 
 
 def _view(matrix: Callable[[Array], Array], scale: Array, dtype: DTypeLike, implementation: str, w: Array) -> _Views:

@@ -461,3 +461,21 @@ def test_mxfp8_needs_multiples_of_32_and_no_grouped_matmul():
         jgraph.fp8(lambda w, x: x @ w, MXFP8).init(normal(0, 48, F), normal(1, B, 48))
     with pytest.raises(ConfigError, match="grouped product, which has no mxfp8 kernel"):
         jgraph.fp8(lambda w, x: grouped_dot(x, w, jnp.array([B], jnp.int32)), MXFP8).init(normal(0, 1, F, F), normal(1, B, F))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_matmul_adds_fewer_than_fifty_equations_to_a_step(recipe):
+    # The time to trace and lower a step is in proportion to its equations. A program without FP8 has three per matmul.
+    def equations(num_layers):
+        params = {f"w{i}": jnp.ones((F, F)) for i in range(num_layers)}
+        linear = jgraph.fp8(lambda params, x: functools.reduce(jnp.matmul, params.values(), x), FP8Config(recipe=recipe))
+        x = jnp.ones((B, F))
+        state = linear.init(params, x)
+
+        def step(params, state):
+            weights = linear.quantize(params, state, x)
+            return jax.grad(lambda *given: linear.apply(*given, x, weights=weights).sum(), argnums=(0, 1))(params, state)
+
+        return len(jax.make_jaxpr(step)(params, state).jaxpr.eqns)
+
+    assert equations(4) - equations(2) < 2 * 50
