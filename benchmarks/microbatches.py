@@ -84,8 +84,9 @@ def programs(config: TrainConfig, options: MicrobatchOptions) -> Iterator[tuple[
         yield {"system": "jgraph", "variant": f"{count} {how}".strip()}, setup, lowered
 
 
-def _unrolled(count: int, run: MicrobatchFunction, num_microbatches: int, **settings: Any) -> MicrobatchFunction:
-    return accumulate(run, num_microbatches, **settings | {"at_once": count})
+def _unrolled(count: int, *args: Any, **settings: Any) -> MicrobatchFunction:
+    settings["at_once"] = count
+    return accumulate(*args, **settings)
 
 
 def timed(found: list[tuple[Row, TrainSetup, Any]], config: TrainConfig, options: MicrobatchOptions) -> Iterator[Row]:

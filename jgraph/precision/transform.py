@@ -423,7 +423,9 @@ class FP8Trace:
             rows, columns, largest = view(matrices[i]) if matrices else (None, None, known[name])
             if (amax_of_all := known[name]) is None:
                 amax_of_all = known[name] = jnp.max(largest) if lead else largest  # pyright: ignore[reportArgumentType]
-            scalars = (jnp.broadcast_to(scalar, lead) if lead else scalar for scalar in (scales[name].scale, amax_of_all))
+            scalars: Any = scales[name].scale, amax_of_all
+            if lead:
+                scalars = [jnp.broadcast_to(scalar, lead) for scalar in scalars]
             views[i] = FP8Array(rows, columns, *scalars)  # pyright: ignore[reportArgumentType]
         return views
 

@@ -20,7 +20,7 @@ from jgraph.data import Ahead, Batches, Corpus, load
 from jgraph.dispatch import check_devices
 from jgraph.errors import ConfigError, os_errors
 from jgraph.peers import Loss, Peers
-from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_process_zero, unused_gpus
+from jgraph.processes import Connection, all_gather_scalar, all_or_raise, connect, is_process_zero, unused_gpus
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
 from jgraph.train import _callbacks, _capacity, _trackers, _validation, profiling
@@ -108,14 +108,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
                 _validation.check_loss(setup)
                 no_sample = _validation.sampling_problem(setup) if config.monitor.sample_tokens else ""
         _check_processes_agree(config, corpus.fingerprint, weights.step if weights else None)
-        own = setup.step.bound.layout.own.params.values()
-        size = sum(math.prod(param.shape) for param in own)
-        trained = sum(math.prod(param.shape) for param in own if param.is_trained)
-        reporter.begins(config, parameters=size, trained=trained, corpus=corpus, devices=_devices(setup))
-        if connection:
-            reporter.line(f"processes  {connection}")
-            if unused := unused_gpus():
-                reporter.warn(f"no process uses {unused} of the GPUs of this machine: see `distributed.local_devices`")
+        _describe(setup, corpus, connection, reporter)
         if cache_line:
             reporter.line(cache_line)
         if warning:
@@ -164,15 +157,7 @@ class _Run:
             profiled = profiling.profiled(self.setup.config, jax.default_backend())
             self.setup = TrainSetup(profiled, self.setup.model, self.setup.step)
         setup = self.setup
-        batches = Batches(
-            self.corpus.sources,
-            batch_size=config.input.batch_size,
-            seq_len=config.input.seq_len,
-            seed=config.seed,
-            shuffle=config.input.data_shuffle,
-            documents=config.input.data_documents,
-            rows=setup.step.batch_rows(config.input.batch_size),
-        )
+        batches = self._batches()
         step = None
         init = setup.init
         # Process 0 decides, because it may write checkpoints while another process looks for them.
@@ -187,14 +172,8 @@ class _Run:
             if is_process_zero():
                 self._write(is_new=is_new)
         wait = partial(self.watchdog.wait, lambda: "the checksums of the state for a checkpoint")
-        checkpoints = Checkpoints(
-            run_dir.checkpoints,
-            config.output.checkpoint_keep,
-            warn=reporter.warn,
-            wait=wait,
-            names=_NAMES,
-            frozen=frozen,
-        )
+        keep = config.output.checkpoint_keep
+        checkpoints = Checkpoints(run_dir.checkpoints, keep, warn=reporter.warn, wait=wait, names=_NAMES, frozen=frozen)
         try:
             with all_or_raise():
                 checkpoints.check_space(shapes)
@@ -217,6 +196,18 @@ class _Run:
         finally:
             checkpoints.close()
         return self._summary(outcome, done, state, samples=samples)
+
+    def _batches(self) -> Batches:
+        config = self.config
+        return Batches(
+            self.corpus.sources,
+            batch_size=config.input.batch_size,
+            seq_len=config.input.seq_len,
+            seed=config.seed,
+            shuffle=config.input.data_shuffle,
+            documents=config.input.data_documents,
+            rows=self.setup.step.batch_rows(config.input.batch_size),
+        )
 
     def _before_first_step(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Shows a phase in which nothing can be saved. A stop signal ends a run of one process at once, several agree later."""
@@ -350,6 +341,19 @@ class _Run:
             saved = f"saved in {run_dir.path}; run the same command to resume"
             self.reporter.line(f"{outcome} at step {done}; {saved}")
         return summary
+
+
+def _describe(setup: TrainSetup, corpus: Corpus, connection: Connection | None, reporter: Reporter) -> None:
+    """Prints the header of a run, and how its processes are connected."""
+    own = setup.step.bound.layout.own.params.values()
+    size = sum(math.prod(param.shape) for param in own)
+    trained = sum(math.prod(param.shape) for param in own if param.is_trained)
+    reporter.begins(setup.config, parameters=size, trained=trained, corpus=corpus, devices=_devices(setup))
+    if connection is None:
+        return
+    reporter.line(f"processes  {connection}")
+    if unused := unused_gpus():
+        reporter.warn(f"no process uses {unused} of the GPUs of this machine: see `distributed.local_devices`")
 
 
 def _enable_cache(setting: str) -> str:
