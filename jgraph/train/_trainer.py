@@ -6,7 +6,7 @@ import math
 import os
 import platform
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -60,11 +60,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
     compiler_options(config.compile.graph, config.compile.xla_options, platform="gpu")
     _trackers.check_installed(config.monitor.log)
     connection = connect(**asdict(config.distributed))
-    process = 0
-    if connection:
-        process = connection.launch.process_id
-    elif jax.distributed.is_initialized():  # by the caller
-        process = jax.process_index()
+    process = _process(connection)
     run_dir = RunDir(Path(config.output.run_dir))
     reporter = Reporter(Console(quiet=True) if process else console, config.steps)
     progress = _callbacks.Progress()
@@ -91,15 +87,13 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             if weights:
                 stack.callback(weights.close)
             tokenizer = tokenizer_of(config, run_dir.origin if resumes else None)
-            warning = tokenizer_warning(config) if weights else ""
+            warnings = [tokenizer_warning(config) if weights else ""]
             with reporter.phase("reading the data"):
                 corpus = load(config.input.data, tokenizer=tokenizer, **config.data_options)
             with os_errors("run_dir", run_dir.path, "read"):  # `locked` names the files that it writes
                 run_dir.check(config, corpus.fingerprint)
                 if is_process_zero():
-                    stack.enter_context(locked(run_dir, reporter.warn))
-                    at_end.append(partial(release, run_dir))
-                    stack.callback(at_end.clear)
+                    stack.enter_context(_held(run_dir, at_end, reporter))
                     # Another process may have written to the directory before this one took the lock.
                     run_dir.check(config, corpus.fingerprint)
             with reporter.phase("tracing the model"):
@@ -107,14 +101,12 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
                 # Traced now, because they run long after the start.
                 _validation.check_loss(setup)
                 no_sample = _validation.sampling_problem(setup) if config.monitor.sample_tokens else ""
+                if no_sample:
+                    warnings.append(f"no sample at the end: {no_sample}; set `sample_tokens` to 0 to turn off this warning")
         _check_processes_agree(config, corpus.fingerprint, weights.step if weights else None)
-        _describe(setup, corpus, connection, reporter)
-        if cache_line:
-            reporter.line(cache_line)
-        if warning:
+        _describe(setup, corpus, connection, cache_line, reporter)
+        for warning in filter(None, warnings):
             reporter.warn(warning)
-        if no_sample:
-            reporter.warn(f"no sample at the end: {no_sample}; set `sample_tokens` to 0 to turn off samples and this warning")
         stop = stack.enter_context(StopRequest())
         stack.enter_context(memory_errors(config.input, run_dir))
 
@@ -343,17 +335,36 @@ class _Run:
         return summary
 
 
-def _describe(setup: TrainSetup, corpus: Corpus, connection: Connection | None, reporter: Reporter) -> None:
-    """Prints the header of a run, and how its processes are connected."""
+def _process(connection: Connection | None) -> int:
+    """Returns the number of this process. Starts no backend, unless the caller of the trainer has connected the processes."""
+    if connection:
+        return connection.launch.process_id
+    return jax.process_index() if jax.distributed.is_initialized() else 0
+
+
+@contextlib.contextmanager
+def _held(run_dir: RunDir, at_end: list[Callable[[], object]], reporter: Reporter) -> Iterator[None]:
+    """Locks a run directory. `at_end` releases it if the process ends at once."""
+    with locked(run_dir, reporter.warn):
+        at_end.append(partial(release, run_dir))
+        try:
+            yield
+        finally:
+            at_end.clear()
+
+
+def _describe(setup: TrainSetup, corpus: Corpus, connection: Connection | None, cache_line: str, reporter: Reporter) -> None:
+    """Prints the header of a run, how its processes are connected, and the line about the compile cache, if any."""
     own = setup.step.bound.layout.own.params.values()
     size = sum(math.prod(param.shape) for param in own)
     trained = sum(math.prod(param.shape) for param in own if param.is_trained)
     reporter.begins(setup.config, parameters=size, trained=trained, corpus=corpus, devices=_devices(setup))
-    if connection is None:
-        return
-    reporter.line(f"processes  {connection}")
-    if unused := unused_gpus():
-        reporter.warn(f"no process uses {unused} of the GPUs of this machine: see `distributed.local_devices`")
+    if connection:
+        reporter.line(f"processes  {connection}")
+        if unused := unused_gpus():
+            reporter.warn(f"no process uses {unused} of the GPUs of this machine: see `distributed.local_devices`")
+    if cache_line:
+        reporter.line(cache_line)
 
 
 def _enable_cache(setting: str) -> str:
