@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from importlib import metadata
@@ -36,6 +37,8 @@ def isolate(directory: Path):
 
 
 def pytest_configure(config):
+    # A shell lets background processes ignore it, and so the processes that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         # Set before jax is imported. Processes that tests start inherit the variables.
         os.environ["JAX_PLATFORMS"] = "cpu"
