@@ -4,11 +4,14 @@ Imports neither jax nor tyro, so that `jgraph --help` takes as long as starting 
 """
 
 import difflib
+import functools
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
+
+from jgraph.exits import end_with
 
 # Module and summary of each command.
 _COMMANDS = {
@@ -79,5 +82,10 @@ def _print(text: str) -> int:
     return 0
 
 
+def run() -> None:
+    """Runs the installed command `jgraph`."""
+    end_with(main)
+
+
 if __name__ == "__main__":
-    sys.exit(main(prog="python -m jgraph"))
+    end_with(functools.partial(main, prog="python -m jgraph"))

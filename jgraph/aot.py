@@ -4,10 +4,10 @@ python -m jgraph.aot install           # 133 MB, once for each jax version
 python -m jgraph.aot show --gpu b200
 """
 
-import sys
 from typing import Literal
 
 from jgraph.cli import Directory, command, phase
+from jgraph.exits import end_with
 
 
 def install(*, directory: Directory = None) -> None:
@@ -50,4 +50,4 @@ def show(*, gpu: Literal["h200", "h100", "b200"] = "h200", directory: Directory 
 main = command("python -m jgraph.aot", __doc__, install, show)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -3,7 +3,6 @@
 The library names arguments (`model.num_heads`) in its errors. A command prints them as flags (`--model.num-heads`).
 """
 
-import atexit
 import contextlib
 import errno
 import functools
@@ -215,18 +214,6 @@ def exit_code(error: BaseException) -> int:
         case JgraphError() | OSError() if not isinstance(error, NonFiniteError):
             return 2
     return 1
-
-
-def exit_alone(code: int) -> None:
-    """Lets the exit of this process skip earlier exit handlers, such as that of JAX, which waits for other processes."""
-
-    def leave() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
-
-    atexit.register(leave)
 
 
 def _error_line(prog: str, message: str, fields: Collection[str]) -> str:

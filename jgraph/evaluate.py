@@ -13,7 +13,6 @@ With --tasks, prints a table of the metrics of tasks of the Language Model Evalu
 """
 
 import dataclasses
-import sys
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +21,7 @@ import tyro
 
 from jgraph.cli import Count, Directory, File, Module, Name, command, interruptible
 from jgraph.errors import os_errors, require
+from jgraph.exits import end_with
 from jgraph.interop.folder import check_exists
 
 
@@ -151,4 +151,4 @@ def _evaluate_tasks(
 main = command("python -m jgraph.evaluate", __doc__, evaluate)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

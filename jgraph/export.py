@@ -10,7 +10,6 @@ exported, also while they train.
 """
 
 import contextlib
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +17,7 @@ import tyro
 
 from jgraph.cli import Count, Module, command, phase
 from jgraph.errors import os_errors, require
+from jgraph.exits import end_with
 
 
 def export(
@@ -88,4 +88,4 @@ def export(
 main = command("python -m jgraph.export", __doc__, export)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -18,6 +18,7 @@ import tyro
 
 from jgraph.cli import Count, Directory, Module, command, interruptible
 from jgraph.errors import ConfigError, require
+from jgraph.exits import end_with
 from jgraph.interop.folder import check_exists
 
 _Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
@@ -114,4 +115,4 @@ def sample(
 main = command("python -m jgraph.sample", __doc__, sample)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

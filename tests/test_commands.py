@@ -47,10 +47,13 @@ def test_the_printed_version_is_the_package_version(capsys):
     assert capsys.readouterr().out == f"jgraph {importlib.import_module('jgraph').__version__}\n"
 
 
-def test_the_installed_script_is_the_command():
+def test_the_installed_script_is_the_command(monkeypatch):
+    ran = []
+    monkeypatch.setattr(command, "end_with", ran.append)
     scripts = tomllib.loads((tiny.ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, name = scripts["jgraph"].partition(":")
-    assert getattr(importlib.import_module(module), name) is command.main
+    getattr(importlib.import_module(module), name)()
+    assert ran == [command.main]
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ Each name is a function without arguments that returns a `jgraph.Program`, (fn, 
 """
 
 import dataclasses
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from jgraph.cli import File, command, example, find, reason
 from jgraph.errors import ConfigError, JgraphError, os_errors
+from jgraph.exits import end_with
 
 if TYPE_CHECKING:
     from jgraph.compare._program import Program
@@ -63,4 +63,4 @@ def _program(name: str) -> "Program":
 main = command("python -m jgraph.compare", __doc__, compare)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

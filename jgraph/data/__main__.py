@@ -6,7 +6,6 @@ $ python -m jgraph.data show tokens/
 $ python -m jgraph.data show chat.jsonl --format chat --tokenizer folder/
 """
 
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from jgraph.data._texts import FIELD, HELDOUT_FRACTION, Format, has_chats, named
 from jgraph.data.chat import ChatReader
 from jgraph.data.tokenizer import Tokenizer
 from jgraph.errors import DataError, os_errors, require
+from jgraph.exits import end_with
 
 
 def make(
@@ -153,4 +153,4 @@ def _show_chat(names: list[str], tokenizer: Path | None, template: Path | None, 
 main = command("python -m jgraph.data", f"{__doc__}\n{_tokenfile.__doc__}", make, verify, show)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -9,13 +9,12 @@
 `schedule` does not import jax. `capture` needs jax; with --target it needs no GPU.
 """
 
-import sys
-
 from jgraph.cli import command
+from jgraph.exits import end_with
 from jgraph.inspect._capture import capture
 from jgraph.inspect._schedule import schedule
 
 main = command("python -m jgraph.inspect", __doc__, schedule, capture)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

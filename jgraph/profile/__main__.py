@@ -8,7 +8,6 @@ Writes profile.json, and profile.html, which needs no server and no other file.
 """
 
 import statistics
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ import tyro
 
 from jgraph.cli import Count, Directory, File, as_flags, command, fields_of, phase
 from jgraph.errors import ConfigError, os_errors, require
+from jgraph.exits import end_with
 
 
 def show(
@@ -68,4 +68,4 @@ def _summary(profile: Mapping[str, Any]) -> str:
 main = command("python -m jgraph.profile", __doc__, show)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -7,7 +7,6 @@ The page needs no server and no other file. It shows the curves of loss, held-ou
 second and memory, the sampled texts, and the settings that differ. Runs can be reported while they train.
 """
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ import tyro
 
 from jgraph.cli import File, command
 from jgraph.errors import os_errors
+from jgraph.exits import end_with
 from jgraph.page import render
 from jgraph.report._runs import compared
 
@@ -41,4 +41,4 @@ def report(
 main = command("python -m jgraph.report", __doc__, report)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)

@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from jgraph import cli
 from jgraph.cli import FlagConsole
 from jgraph.data._texts import FIELD, has_chats
 from jgraph.errors import ConfigError
+from jgraph.exits import end_with, leave_alone
 from jgraph.train.config import FIELDS, OptimizerConfig, TrainConfig
 from jgraph.train.model import settings_of
 from jgraph.train.presets import PRESETS, Trained, preset
@@ -113,7 +113,7 @@ def _run(args: list[str], prog: str, began: float) -> int:
         summary = train(config, console=FlagConsole(FIELDS), end=end, began=began)
     except BaseException as e:
         if jax.distributed.is_initialized():
-            cli.exit_alone(cli.exit_code(e))
+            leave_alone(cli.exit_code(e))
         raise
     # Exit with 128 + signal number, so that `train && next` stops.
     return 128 + signal.Signals[summary.stopped_by] if summary.stopped_by else 0
@@ -210,4 +210,4 @@ def _shallow(config: TrainConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main)
