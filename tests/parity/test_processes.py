@@ -4,6 +4,8 @@ import pytest
 
 from tests.parity import processes
 
+pytestmark = pytest.mark.parity
+
 
 def test_an_abort_at_the_exit_of_a_finished_script_does_not_fail(tmp_path, monkeypatch):
     (tmp_path / "aborts_at_exit.py").write_text("import atexit, os\natexit.register(os.abort)\n")
