@@ -25,6 +25,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from tyro.constructors import PrimitiveConstructorSpec
 
 from jgraph.errors import ConfigError, JgraphError, NonFiniteError, of_type
+from jgraph.exits import leave
 
 _T = TypeVar("_T")
 
@@ -234,9 +235,8 @@ def _exit_at_once(code: int, say: Callable[[], object]) -> NoReturn:
     deadline.start()
     try:
         say()
-        sys.stdout.flush()
     finally:
-        os._exit(code)
+        leave(code)
 
 
 def command(prog: str, about: str | None, *acts: Callable[..., None]) -> Callable[..., int]:

@@ -1,4 +1,4 @@
-"""Ends the process of a command. Imports nothing of jgraph, because `jgraph --help` must be fast."""
+"""Ends the process of a command. Imports nothing of jgraph, because a help text must appear at once."""
 
 import atexit
 import contextlib
@@ -28,10 +28,12 @@ def end_with(main: Callable[[], int]) -> NoReturn:
 
 def leave(code: int) -> NoReturn:
     """Ends the process at once, after writing what was printed."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+    finally:
+        os._exit(code)
 
 
 def leave_alone(code: int) -> None:

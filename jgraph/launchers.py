@@ -18,12 +18,12 @@ class Launch:
     """A process of a run of several processes."""
 
     name: Name
-    # HOST:PORT of process 0; empty if the launcher does not tell it
+    # HOST:PORT of process 0; empty if unknown
     coordinator: str
-    # 0 if the launcher does not tell it
+    # 0 if unknown
     num_processes: int
     process_id: int
-    # the number of this process on its machine, and how many there are; (0, 1) if the launcher does not tell it
+    # the number of this process on its machine, and the number of processes there; 0 and 1 if unknown
     local_rank: int = 0
     local_size: int = 1
     # True if the launcher shows this process its own GPUs only

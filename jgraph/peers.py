@@ -20,7 +20,7 @@ Sockets = dict[int, socket.socket]
 _HELLO = struct.Struct("!4sii")
 _MAGIC = b"jgr1"
 _PORT = struct.Struct("!i")
-# what happened, and to which process
+# kind of the event, and number of the process
 _MESSAGE = struct.Struct("!ci")
 _LOST, _FAILED, _ENDED = b"L", b"F", b"E"
 _HELLO_SECONDS = 5
@@ -120,7 +120,7 @@ def keep_alive(connection: socket.socket, seconds: float) -> None:
 def shield(address: tuple[str, int]) -> int:
     """Returns a local port that forwards to an address, and that stays open when the other side is gone.
 
-    JAX's client aborts the process, with a stack of C++, in the moment in which its connection to process 0 closes.
+    JAX's client aborts the process, with a stack of C++, as soon as its connection to process 0 closes.
     """
     server = socket.create_server(("localhost", 0))
 

@@ -72,7 +72,7 @@ def connect(
     if not launch.coordinator:
         raise flags_needed(launch)
     source = f"`distributed.coordinator` is {coordinator}" if coordinator else f"started by {launch.name}"
-    visible = num_gpus(os.environ, len(glob.glob(_GPU_FILES)))
+    visible = _visible_gpus()
     devices = launch.devices(local_devices, visible)
     if devices and visible <= max(devices) and visible:
         must = f"must be less than the number of visible GPUs, {visible}"
@@ -139,9 +139,13 @@ def unused_gpus() -> int:
     if jax.default_backend() != "gpu":
         return 0
     used = sum(count for machine, count in zip(machines, counts, strict=True) if machine == machines[jax.process_index()])
-    # Slurm tells the GPUs of the job. The files may include those of other jobs.
-    here = int(os.environ.get("SLURM_GPUS_ON_NODE") or num_gpus(os.environ, len(glob.glob(_GPU_FILES))))
+    # Slurm sets the number of GPUs of the job. The files may include those of other jobs.
+    here = int(os.environ.get("SLURM_GPUS_ON_NODE") or _visible_gpus())
     return max(0, here - used)
+
+
+def _visible_gpus() -> int:
+    return num_gpus(os.environ, len(glob.glob(_GPU_FILES)))
 
 
 def devices_of_ranks(count: int, *, flags: str) -> list[JaxDevice]:

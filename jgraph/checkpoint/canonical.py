@@ -89,9 +89,7 @@ class CanonicalLayout(Generic[State]):
     def frozen(self) -> frozenset[str]:
         """Names of the leaves that no step changes, for the argument `frozen` of `Checkpoints`. A new set."""
         own = self.params.own
-        fixed = {name for name, param in own.params.items() if not param.is_trained}
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(own.tree_shapes()) if path_name(path) in fixed]
-        return frozenset(f".params{jax.tree_util.keystr(path)}" for path in paths)
+        return frozenset(leaf for name, leaf in leaves_of(own.tree_shapes()).items() if not own.params[name].is_trained)
 
     def _mapped(
         self,
@@ -126,6 +124,12 @@ class CanonicalLayout(Generic[State]):
             return jax.jit(layout.unpack)
         tree = jax.eval_shape(layout.unpack, layout.shapes())
         return jax.jit(layout.unpack, out_shardings=spread(self.mesh, self.own.params, tree))
+
+
+def leaves_of(params: Params) -> dict[str, str]:
+    """Returns the leaf of a checkpoint, such as `.params['norm']['scale']`, of each parameter by its name."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {path_name(path): f".params{jax.tree_util.keystr(path)}" for path, _ in paths}
 
 
 def _run(function: Callable[[Arrays], Params], arrays: Arrays) -> Params:

@@ -261,7 +261,7 @@ class Checkpoints:
         """Writes the frozen leaves before the first checkpoint. Returns the checksum of their digest."""
         if self._base_crc is None:
             if self.latest_step is None:
-                # Of a run that ended before its first checkpoint, perhaps with other weights.
+                # An earlier run may have written it, perhaps with other weights, and ended before its first checkpoint.
                 self._base._remove()
             self._base_crc = self._base._save_once(frozen)
         return self._base_crc

@@ -9,11 +9,11 @@ import numpy as np
 
 from jgraph.adapters import A, AdaptedModel, B
 from jgraph.checkpoint import CheckpointReader
+from jgraph.checkpoint.canonical import leaves_of
 from jgraph.dispatch import in_turn
 from jgraph.modules import FunctionalModel
 from jgraph.train._functional import functional_model
 from jgraph.train.rundir import RunDir
-from jgraph.tree import path_name
 from jgraph.types import Tree
 
 
@@ -67,5 +67,4 @@ class SavedRun:
 
     @cached_property
     def _leaves(self) -> dict[str, str]:
-        paths, _ = jax.tree_util.tree_flatten_with_path(self.model.shapes)
-        return {path_name(path): f".params{jax.tree_util.keystr(path)}" for path, _ in paths}
+        return leaves_of(self.model.shapes)

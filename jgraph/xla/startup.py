@@ -61,8 +61,8 @@ def watch() -> Iterator[Compiles]:
 class Startup:
     """Divides the time from `began` to the end of the first step into phases, which do not overlap.
 
-    A moment in which any thread traces or lowers a program is "tracing", else one in which any thread compiles or loads one is
-    "XLA". Each other moment is in the section of the main thread that `enter` named last.
+    Time counts as "tracing" while any thread traces or lowers a program, otherwise as "XLA" while any thread compiles or loads
+    one, and otherwise as the section of the main thread that `enter` named last.
     """
 
     def __init__(self, began: float, compiles: Compiles):
