@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jgraph.xla import _protobuf
-from jgraph.xla.hlo import HloModule, operations
+from jgraph.xla.hlo import HloModule, Op, operations
 
 _MOST = 8
 # Kinds of events in XLA's `HeapSimulatorTrace`. The first, 0, allocates a buffer.
@@ -32,15 +32,18 @@ class Buffers:
         return f"{self.count} x {show_bytes(self.nbytes)} {self.shape} {self.op}"
 
 
-def largest(assignment: bytes, program: HloModule) -> tuple[Buffers, ...]:
-    """Returns the largest groups of temporary buffers in use at the peak, from a serialized `BufferAssignmentProto`."""
+def largest(assignment: bytes, program: HloModule, known: Mapping[str, Op]) -> tuple[Buffers, ...]:
+    """Returns the largest groups of temporary buffers in use at the peak, from a serialized `BufferAssignmentProto`.
+
+    `known` has operations that were looked up before, because a lookup searches the stack frames of the program.
+    """
     message = _protobuf.fields(assignment)
     logical = {_protobuf.integer(one, 1) or 0: one for one in _protobuf.submessages(message, 1)}
     sizes = {number: _protobuf.integer(one, 2) or 0 for number, one in logical.items()}
     names: dict[int, str] = {}
     for trace in _protobuf.submessages(message, 4):
         names |= _at_peak(list(_protobuf.submessages(trace, 1)), sizes)
-    ops = operations(program, set(names.values()))
+    ops = {**known, **operations(program, set(names.values()) - known.keys())}
     groups: collections.Counter[tuple[int, str, str]] = collections.Counter()
     shown: dict[tuple[int, str, str], str] = {}
     for number, name in names.items():

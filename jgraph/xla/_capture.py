@@ -184,7 +184,7 @@ def _read_dump(directory: Path, module: str, compiled: jax.stages.Compiled) -> C
     optimized = next(directory.glob(f"{Path(program).name}*_after_optimizations.hlo.pb"), None)
     # The other field of XLA's `HloProto` is the program.
     assignment = dict(_protobuf.fields(optimized.read_bytes())).get(3) if optimized else None
-    return replace(report, buffers=largest(assignment, text)) if isinstance(assignment, bytes) else report
+    return replace(report, buffers=largest(assignment, text, found)) if isinstance(assignment, bytes) else report
 
 
 def thunk_instructions(metadata: bytes) -> dict[_ThunkKey, str]:

@@ -66,4 +66,4 @@ def test_the_peak_is_the_moment_of_the_largest_sum_and_shared_memory_counts_once
 
 
 def test_a_program_without_a_report_has_no_buffers():
-    assert _buffers.largest(b"", jgraph.xla.hlo.HloModule("")) == ()
+    assert _buffers.largest(b"", jgraph.xla.hlo.HloModule(""), {}) == ()
