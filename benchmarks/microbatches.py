@@ -40,7 +40,7 @@ class MicrobatchOptions:
     """Flags of the benchmark."""
 
     out: Path
-    """JSON file of the rows. Presets that do not run again stay in it."""
+    """JSON file of the rows. Presets and batch sizes that do not run again stay in it."""
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m")
     """Presets to time."""
     batch_size: int = 64
@@ -69,7 +69,7 @@ def main(options: MicrobatchOptions) -> None:
     for preset in options.presets:
         config = preset_config(preset, Options(sizes=options.sizes)).changed(batch_size=options.batch_size)
         rows = list(timed(list(programs(config, options)), config, options))
-        store(options.out, preset, options, rows, device=device)
+        store(options.out, f"{preset}, {options.batch_size} sequences", options, rows, device=device)
 
 
 def programs(config: TrainConfig, options: MicrobatchOptions) -> Iterator[tuple[Row, TrainSetup, Any]]:

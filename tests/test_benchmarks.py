@@ -270,7 +270,7 @@ def test_unrolled_microbatches_need_more_memory_than_a_loop_over_them(tmp_path):
             out=out, presets=("launch-bound",), batch_size=2, counts=(2,), rounds=1, seconds=0.01, sizes="tiny"
         )
     )
-    rows = {row["variant"]: row for row in read(out)["launch-bound"]["rows"]}
+    rows = {row["variant"]: row for row in read(out)["launch-bound, 2 sequences"]["rows"]}
     assert list(rows) == ["2", "2 unrolled", "2 serialized"]
     assert rows["2"]["temp_bytes"] < rows["2 unrolled"]["temp_bytes"]
     assert not any(unknown_keys(row) for row in rows.values())
