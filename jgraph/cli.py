@@ -311,7 +311,8 @@ def _unboxed(text: str) -> str:
     paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(_RULE, "\n".join(rows))]
     texts = [paragraph for paragraph in paragraphs if paragraph and not paragraph.startswith("For full helptext")]
     line = re.sub(r"^Error parsing (--\S+): ", r"\1: ", texts[0])
-    flags = re.findall(r"(--\S+ (?:[A-Z]+|\{[^}]*\}))", " ".join(texts[1:]))
+    line = re.sub(r"no type matching .* instantiated from \[(.*?)\]\. Got errors: .*", r"invalid value \1", line)
+    flags = re.findall(r"(--\S+ (?:[A-Z]+|\{[^}]*\}|\|)+)", " ".join(texts[1:]))
     if texts[1:] and texts[1].startswith("Argument helptext") and flags:
         return f"{line}; takes {flags[0]}"
     return f"{line}; did you mean {' or '.join(flags)}?" if flags else line
