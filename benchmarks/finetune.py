@@ -69,7 +69,7 @@ def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candi
     system, _, settings = variant.partition(" ")
     if system != "peft":
         return single_gpu.candidate(variant, config, options)
-    row, ranks = {"system": "torch", "variant": variant}, config.parallel.fsdp
+    row, ranks = {"system": "torch", "variant": variant}, config.parallel.shards
     request = {"variant": settings, "config": config.to_dict()}
     gpus = ranks if options.sizes == "full" else 0
     if ranks > 1:

@@ -106,9 +106,7 @@ def jgraph_candidate(system: str, config: TrainConfig, variant: str, options: Op
     Returns:
         The candidate.
     """
-    return jgraph_step(
-        {"system": system, "variant": variant, "ranks": config.parallel.fsdp * config.parallel.dp}, config, options
-    )
+    return jgraph_step({"system": system, "variant": variant, "ranks": config.parallel.data_ranks}, config, options)
 
 
 def plain_candidate(variant: str, config: TrainConfig) -> Candidate:
@@ -121,7 +119,7 @@ def plain_candidate(variant: str, config: TrainConfig) -> Candidate:
     Returns:
         The candidate.
     """
-    labels = {"system": "jax", "variant": variant, "ranks": config.parallel.fsdp}
+    labels = {"system": "jax", "variant": variant, "ranks": config.parallel.shards}
     return Candidate(labels, "benchmarks.peers.plain_jax", {"variant": variant.split(), "config": config.to_dict()})
 
 
@@ -146,7 +144,7 @@ def torch_candidate(peer: str, config: TrainConfig, options: Options) -> Candida
             reason = "needs a dense work, and takes the suffix :reshard, or :graph with float32 parameters"
             raise SystemExit(f"--peers has {peer!r}: Transformer Engine {reason}")
     return Candidate(
-        {"system": "torch", "variant": peer, "ranks": config.parallel.fsdp},
+        {"system": "torch", "variant": peer, "ranks": config.parallel.shards},
         "benchmarks.peers.fsdp",
         {
             "config": config.to_dict(),
@@ -154,8 +152,8 @@ def torch_candidate(peer: str, config: TrainConfig, options: Options) -> Candida
             "compile": mode == "compile",
             **{name: name in suffixes for name in ("reshard", "float8", "cudnn", "graph", "whole", "experts")},
         },
-        ranks=config.parallel.fsdp,
-        gpus=0 if options.sizes == "tiny" else config.parallel.fsdp,
+        ranks=config.parallel.shards,
+        gpus=0 if options.sizes == "tiny" else config.parallel.shards,
     )
 
 

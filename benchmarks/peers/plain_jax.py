@@ -266,7 +266,7 @@ def time_plain_jax(request: Row) -> None:
         request: `config`, a stored config, and `variant`, a list of words.
     """
     config, words = TrainConfig.from_dict(request["config"]), request["variant"]
-    devices = first_devices(config.parallel.fsdp)
+    devices = first_devices(config.parallel.shards)
     mesh = Mesh(np.array(devices), ("fsdp",)) if len(devices) > 1 else None
     plain = plain_step(config, words, mesh, platform=devices[0].platform)
     answer(device=f"{len(devices)} x {devices[0].device_kind}")

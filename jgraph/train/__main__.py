@@ -130,7 +130,7 @@ def _check_device_count(args: Sequence[str]) -> None:
 
     layout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("dp", "fsdp", "pp", "ep", "cp", "tp"):
-        layout.add_argument(f"--{name}", type=int, default=1)
+        layout.add_argument(f"--{name}", type=lambda size: 1 if size == "auto" else int(size), default=1)
     layout.add_argument("--distributed.coordinator", dest="coordinator")
     parsed = layout.parse_known_args(args)[0]
     if parsed.coordinator or launched(os.environ):

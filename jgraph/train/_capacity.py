@@ -46,7 +46,7 @@ def grown(config: TrainConfig, halt: Halt) -> tuple[TrainConfig, str]:
     """Increases `model.moe.capacity` until the rows of a halted step fit. Also returns a line about the change."""
     moe = config.hooks.moe or Experts()
     devices = config.parallel.ep
-    tokens = config.input.tokens_per_step // (config.input.num_microbatches * config.parallel.data_ranks * config.parallel.cp)
+    tokens = config.sequences_per_device * config.input.seq_len // config.parallel.cp
     rows = tokens * moe.experts_per_token  # per device, layer and microbatch
     allowed = rows if moe.capacity is None else rows_per_pair(moe.capacity, rows, devices)
     if halt.needed <= allowed:

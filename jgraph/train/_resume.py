@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from jgraph.settings import Rule, flatten, resume_rules
-from jgraph.train.config import COMPONENTS, OptimizerConfig, TrainConfig
+from jgraph.train.config import COMPONENTS, RECORDS, OptimizerConfig, TrainConfig
 from jgraph.train.model import Experts
 
 
@@ -81,7 +81,7 @@ def differences(config: TrainConfig, fields: dict[str, Any], done: int, fingerpr
     """
     saved = flat_saved(fields, config)
     before = str(saved.get("corpus.fingerprint"))[:12]
-    saved = {name: value for name, value in saved.items() if name.partition(".")[0] not in ("corpus", "versions")}
+    saved = {name: value for name, value in saved.items() if name.partition(".")[0] not in RECORDS}
     # JSON turns tuples into lists, as in the file.
     new = flatten(json.loads(json.dumps(config.to_dict())))
     rules = rules_of(config)

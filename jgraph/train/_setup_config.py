@@ -14,10 +14,11 @@ DtypeName: TypeAlias = Literal["bfloat16", "float32"]
 class ParallelConfig:
     """Devices of the run: the axes of the mesh, and how parameters are sharded over them."""
 
-    dp: int = may_change(1, OTHER_DEVICES)
-    """Data-parallel replicas. Each processes its shard of the batch."""
-    fsdp: int = may_change(1, OTHER_DEVICES)
-    """Devices that parameters, gradients and optimizer state are sharded over. Each processes its shard of the batch."""
+    dp: int | Literal["auto"] = may_change(1, OTHER_DEVICES)
+    """Data-parallel replicas, or `auto` (see `--fsdp`). Each processes its shard of the batch."""
+    fsdp: int | Literal["auto"] = may_change(1, OTHER_DEVICES)
+    """Devices that parameters, gradients and optimizer state are sharded over. Each processes its shard of the batch. `auto`
+    takes all devices that the other options leave. A run that resumes on fewer devices divides its microbatches."""
     ep: int = may_change(1, OTHER_DEVICES)
     """Devices that the experts of a layer are sharded over. Tokens are exchanged between them. Must divide `fsdp`, or `dp` if
     `fsdp` is 1."""
@@ -34,29 +35,50 @@ class ParallelConfig:
 
     def __post_init__(self):
         check_types(self)
-        require_positive(self, "dp fsdp ep pp cp tp")
-        divided, ranks = ("fsdp", self.fsdp) if self.fsdp > 1 else ("dp", self.dp)
-        hint = "; experts are sharded over devices of `fsdp` or `dp`" if ranks == 1 else ""
-        check_field(self, "ep", ranks % self.ep == 0, f"a divisor of `{divided}` {ranks}{hint}")
-        check_field(self, "reshard_after_forward", self.fsdp > 1 or not self.reshard_after_forward, "False if `fsdp` is 1")
-        check_field(self, "shard_rules", self.fsdp > 1 or not self.shard_rules, "empty if `fsdp` is 1")
+        require_positive(self, "ep pp cp tp")
+        for name in ("dp", "fsdp"):
+            size = getattr(self, name)
+            check_field(self, name, size == "auto" or (type(size) is int and size > 0), "positive, or auto")
         for rule in self.shard_rules:
             pattern, _, axis = rule.rpartition("=")
             require(bool(pattern) and axis.isdecimal(), "shard_rules", rule, "PATTERN=AXIS, AXIS counted from 0")
+        check_field(self, "dp", self.dp != "auto" or self.fsdp != "auto", "a number if `fsdp` is auto")
+        if not self.auto:
+            self._check_sharding()
+
+    def _check_sharding(self) -> None:
+        """Checks options that depend on the number of data ranks."""
+        fsdp = self.sizes["fsdp"]
+        divided, ranks = ("fsdp", fsdp) if fsdp > 1 else ("dp", self.data_ranks)
+        hint = "; experts are sharded over devices of `fsdp` or `dp`" if ranks == 1 else ""
+        check_field(self, "ep", ranks % self.ep == 0, f"a divisor of `{divided}` {ranks}{hint}")
+        check_field(self, "reshard_after_forward", fsdp > 1 or not self.reshard_after_forward, "False if `fsdp` is 1")
+        check_field(self, "shard_rules", fsdp > 1 or not self.shard_rules, "empty if `fsdp` is 1")
+
+    @property
+    def auto(self) -> str:
+        """The option that is `auto`; empty if none is."""
+        return next((name for name in ("dp", "fsdp") if getattr(self, name) == "auto"), "")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices by option. The product is the number of devices. `auto` counts as 1."""
+        sizes = {"dp": self.dp, "pp": self.pp, "fsdp": self.fsdp, "cp": self.cp, "tp": self.tp}
+        return {name: 1 if size == "auto" else size for name, size in sizes.items()}
 
     @property
     def shards(self) -> int:
         """Devices that parameters are sharded over. If `fsdp` is 1, only the parameters of experts are sharded."""
-        return max(self.fsdp, self.ep)
+        return max(self.sizes["fsdp"], self.ep)
 
     @property
     def num_devices(self) -> int:
-        return self.data_ranks * self.pp * self.cp * self.tp
+        return math.prod(self.sizes.values())
 
     @property
     def data_ranks(self) -> int:
         """Devices per pipeline rank that process different rows of each microbatch."""
-        return self.dp * self.fsdp
+        return self.sizes["dp"] * self.sizes["fsdp"]
 
 
 @dataclass(frozen=True, kw_only=True)

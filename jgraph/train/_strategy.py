@@ -24,13 +24,13 @@ from jgraph.types import Tree
 
 def make_mesh(parallel: ParallelConfig, *, is_pipeline: bool, is_sharded: bool) -> Mesh | None:
     """Returns the mesh of the run; None on one device without a pipeline or sharding."""
+    assert not parallel.auto, "a mesh has sizes"
     ranks = parallel.num_devices
     needs_mesh = is_pipeline or is_sharded
     # On one device, no backend is started: the step may be compiled for a GPU that is not present.
     if ranks == 1 and not needs_mesh and not jax.distributed.is_initialized():
         return None
-    counts = {"dp": parallel.dp, "pp": parallel.pp, "fsdp": parallel.fsdp, "cp": parallel.cp, "tp": parallel.tp}
-    flags = " ".join(f"`{name}` {count}" for name, count in counts.items() if count > 1)
+    flags = " ".join(f"`{name}` {count}" for name, count in parallel.sizes.items() if count > 1)
     devices = devices_of_ranks(ranks, flags=flags or "a pipeline")
     if len(devices) == 1 and not needs_mesh:
         return None
@@ -143,5 +143,5 @@ def _sharding(parallel: ParallelConfig, model: BuiltModel) -> dict[str, Any]:
         "shard_rules": parallel.shard_rules,
         "annotations": model.functions.annotations,
         "experts": parallel.ep,
-        "shards": "experts" if parallel.ep > parallel.fsdp else "everything",
+        "shards": "experts" if parallel.ep > parallel.sizes["fsdp"] else "everything",
     }

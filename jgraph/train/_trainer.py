@@ -23,7 +23,7 @@ from jgraph.peers import Loss, Peers
 from jgraph.processes import Connection, all_gather_scalar, all_or_raise, connect, is_process_zero, unused_gpus
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
-from jgraph.train import _callbacks, _capacity, _trackers, _validation, profiling
+from jgraph.train import _callbacks, _capacity, _elastic, _trackers, _validation, profiling
 from jgraph.train._console import Reporter, Summary
 from jgraph.train._functional import batch_shapes
 from jgraph.train._lock import locked, release
@@ -78,6 +78,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             check_path(run_dir.checkpoints.absolute(), names=_NAMES)
             config = run_dir.resumed(config)
             resumes = run_dir.resumes(config.output)
+            placed, devices_line = _elastic.placed(config, jax.device_count(), run_dir.first_share(config))
         startup = Startup(began, stack.enter_context(watch()))
         with all_or_raise():
             rows = config.input.batch_size // jax.process_count()
@@ -97,14 +98,14 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
                     # Another process may have written to the directory before this one took the lock.
                     run_dir.check(config, corpus.fingerprint)
             with reporter.phase("tracing the model"):
-                setup = TrainSetup.from_config(config)
+                setup = TrainSetup.from_config(placed)
                 # Traced now, because they run long after the start.
                 _validation.check_loss(setup)
                 no_sample = _validation.sampling_problem(setup) if config.monitor.sample_tokens else ""
                 if no_sample:
                     warnings.append(f"no sample at the end: {no_sample}; set `sample_tokens` to 0 to turn off this warning")
-        _check_processes_agree(config, corpus.fingerprint, weights.step if weights else None)
-        _describe(setup, corpus, connection, cache_line, reporter)
+        _check_processes_agree(placed, corpus.fingerprint, weights.step if weights else None)
+        _describe(setup, corpus, connection, [devices_line, cache_line], reporter)
         for warning in filter(None, warnings):
             reporter.warn(warning)
         stop = stack.enter_context(StopRequest())
@@ -125,7 +126,7 @@ class _Run:
 
     # as config.json stores it
     config: TrainConfig
-    # its configuration may have a larger expert capacity or other XLA options
+    # its configuration may have a larger expert capacity or other XLA options, and has numbers for `auto`
     setup: TrainSetup
     corpus: Corpus
     # None if they are random
@@ -235,7 +236,7 @@ class _Run:
             "heldout_tokens": len(corpus.heldout),
         }
         machine = {"python": platform.python_version(), "device": jax.devices()[0].device_kind}
-        self.run_dir.write(self.config, texts, versions() | machine)
+        self.run_dir.write(self.config, texts, versions() | machine, self.setup.config)
         if is_new:
             write_origin(self.config, self.run_dir)
 
@@ -353,8 +354,8 @@ def _held(run_dir: RunDir, at_end: list[Callable[[], object]], reporter: Reporte
             at_end.clear()
 
 
-def _describe(setup: TrainSetup, corpus: Corpus, connection: Connection | None, cache_line: str, reporter: Reporter) -> None:
-    """Prints the header of a run, how its processes are connected, and the line about the compile cache, if any."""
+def _describe(setup: TrainSetup, corpus: Corpus, connection: Connection | None, lines: list[str], reporter: Reporter) -> None:
+    """Prints the header of a run, how its processes are connected, and lines that are not empty."""
     own = setup.step.bound.layout.own.params.values()
     size = sum(math.prod(param.shape) for param in own)
     trained = sum(math.prod(param.shape) for param in own if param.is_trained)
@@ -363,8 +364,8 @@ def _describe(setup: TrainSetup, corpus: Corpus, connection: Connection | None, 
         reporter.line(f"processes  {connection}")
         if unused := unused_gpus():
             reporter.warn(f"no process uses {unused} of the GPUs of this machine: see `distributed.local_devices`")
-    if cache_line:
-        reporter.line(cache_line)
+    for line in filter(None, lines):
+        reporter.line(line)
 
 
 def _enable_cache(setting: str) -> str:

@@ -80,8 +80,8 @@ class TrainConfig:
     def _check_batch(self) -> None:
         """Checks that the sequences of a microbatch can be divided between the data ranks."""
         batch = self.input
-        dp = self.parallel.dp
-        fsdp = self.parallel.fsdp
+        dp = self.parallel.sizes["dp"]
+        fsdp = self.parallel.sizes["fsdp"]
         rows = self.input.microbatch_size
         sizes = f"`batch_size` {batch.batch_size}, `num_microbatches` {batch.num_microbatches}"
         require(rows % dp == 0, "dp", dp, f"a divisor of the {rows} sequences of a microbatch ({sizes})")
@@ -89,7 +89,7 @@ class TrainConfig:
         require(rows // dp % fsdp == 0, "fsdp", fsdp, divisible)
         cp = self.parallel.cp
         require(cp == 1 or batch.seq_len % (2 * cp) == 0, "cp", cp, f"such that 2 x `cp` divides `seq_len` {batch.seq_len}")
-        tokens = rows // dp // fsdp * batch.seq_len
+        tokens = self.sequences_per_device * batch.seq_len
         fewer = f"such that a device has fewer than 2**31 tokens per microbatch; with `seq_len` {batch.seq_len} it has {tokens}"
         require(tokens < 2**31, "batch_size", batch.batch_size, fewer)
 
@@ -136,9 +136,10 @@ class TrainConfig:
         if self.pipeline.pp_engine == "dispatch":
             # The balance loss needs all tokens of a microbatch, and a dispatched executable has only those of its device.
             has_experts = self.hooks.moe is not None and self.hooks.moe.num_experts > 0
-            dp = self.parallel.dp
+            dp = self.parallel.sizes["dp"]
             profile = self.monitor.profile
-            for name, size in (("fsdp", self.parallel.fsdp), ("cp", self.parallel.cp), ("tp", self.parallel.tp)):
+            for name in ("fsdp", "cp", "tp"):
+                size = self.parallel.sizes[name]
                 require(size == 1, "pp_engine", "dispatch", f"program with `{name}` {size}")
             require(not profile, "pp_engine", "dispatch", f"program with `profile` {profile}")
             require(dp == 1 or not has_experts, "pp_engine", "dispatch", f"program with `dp` {dp}")
@@ -160,6 +161,11 @@ class TrainConfig:
             "seq_len": batch.seq_len,
             "vocab_size": self.hooks.vocab_size or None,
         }
+
+    @property
+    def sequences_per_device(self) -> int:
+        """Sequences of a microbatch that a device gets. Devices of `tp` and `cp` get the same."""
+        return self.input.microbatch_size // self.parallel.data_ranks
 
     @property
     def is_pipeline(self) -> bool:
@@ -211,12 +217,12 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, module: str = "") -> Self:
-        """Restores a configuration from the content of config.json, without "corpus" and "versions".
+        """Restores a configuration from the content of config.json. Ignores `RECORDS`.
 
         Imports the model class, which runs its module. The caller names a class outside `jgraph_models` that it trusts.
         """
         try:
-            fields = _with_tuples(fields)
+            fields = {name: value for name, value in _with_tuples(fields).items() if name not in RECORDS}
             check_import(fields["module"], module)
             kind = settings_of(fields["module"])
             model = fields.pop("model")
@@ -239,6 +245,8 @@ COMPONENTS: dict[str, Any] = {
     "output": OutputConfig,
     "monitor": MonitorConfig,
 }
+RECORDS = ("corpus", "versions", "sequences_per_device")
+"""Names in config.json that are not fields of the configuration."""
 # In config.json, each is an object of its own.
 _NESTED = {"optimizer": OptimizerConfig, "distributed": DistributedConfig, "lora": LoRAConfig, "fp8": FP8Config}
 _COMPONENT_OF = {field.name: name for name, kind in COMPONENTS.items() for field in fields(kind)}

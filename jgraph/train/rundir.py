@@ -11,7 +11,7 @@ from typing import Any
 from jgraph.errors import ConfigError, os_errors
 from jgraph.settings import flatten
 from jgraph.train._resume import differences, flat_saved, resumed_schedule
-from jgraph.train.config import OutputConfig, TrainConfig
+from jgraph.train.config import RECORDS, OutputConfig, TrainConfig
 from jgraph.train.model import is_class_name
 
 ORIGIN = "origin"
@@ -107,17 +107,28 @@ class RunDir:
                 samples.append({"step": int(read["step"]), "prompt": str(read["prompt"]), "text": str(read["text"])})
         return samples
 
-    def write(self, config: TrainConfig, corpus: dict[str, Any], versions: dict[str, str]) -> None:
-        """Creates the directory and writes config.json atomically."""
+    def first_share(self, config: TrainConfig) -> int | None:
+        """Returns `sequences_per_device` of the first start of a run with these batches; None for a new run."""
+        fields = self.fields() if config.output.resume and self.config.exists() else {}
+        batches = ("batch_size", "num_microbatches")
+        same = all(fields.get(name) == getattr(config.input, name) for name in batches)
+        return fields.get("sequences_per_device") if same else None
+
+    def write(
+        self, config: TrainConfig, corpus: dict[str, Any], versions: dict[str, str], placed: TrainConfig | None = None
+    ) -> None:
+        """Creates the directory and writes config.json atomically. `placed` is a configuration with `auto` replaced."""
         with os_errors("run_dir", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        replace_json(self.config, config.to_dict() | {"corpus": corpus, "versions": versions})
+        share = self.first_share(config) or (placed or config).sequences_per_device
+        records = corpus, versions, share
+        replace_json(self.config, config.to_dict() | dict(zip(RECORDS, records, strict=True)))
 
     def _error(self, wrong: str) -> ConfigError:
         return ConfigError(f"`run_dir` is {self.path}: {wrong}", field="run_dir")
 
     def fields(self) -> dict[str, Any]:
-        """Returns the JSON object in config.json: the fields of the configuration, "corpus" and "versions"."""
+        """Returns the JSON object in config.json: the fields of the configuration, and `RECORDS`."""
         try:
             fields = json.loads(self.config.read_text())
             if not isinstance(fields, dict):
@@ -136,9 +147,7 @@ class RunDir:
             must = "be a run directory, with a config.json and checkpoints/"
             problem = f"must {must}" if self.path.exists() else "no such directory"
             raise ConfigError(f"`{field}` is {self.path}: {problem}", field=field)
-        fields = self.fields()
-        settings = {name: value for name, value in fields.items() if name not in ("corpus", "versions")}
-        return TrainConfig.from_dict(settings, module=module)
+        return TrainConfig.from_dict(self.fields(), module=module)
 
 
 def replace_json(path: Path, fields: dict[str, Any]) -> None:

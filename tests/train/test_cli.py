@@ -87,8 +87,11 @@ def test_a_bad_choice_is_refused_with_the_choices(refused):
     assert_names(refused("--graph", "half"), "--graph", "half", "auto", "off", "full")
 
 
-def test_a_value_of_the_wrong_type_is_refused_with_the_type(refused):
-    assert_names(refused("--steps", "many"), "--steps", "many", "INT")
+@pytest.mark.parametrize(("flag", "kind"), [("--steps", "INT"), ("--fsdp", "INT|{auto}")])
+def test_a_value_of_the_wrong_type_is_refused_with_the_type(refused, flag, kind):
+    line = refused(flag, "many")
+    assert_names(line, flag, "'many'")
+    assert line.endswith(f"; takes {flag} {kind}")
 
 
 def test_a_flag_without_a_value_is_refused(refused):
@@ -170,6 +173,11 @@ def test_freezing_every_parameter_is_refused(refused, tmp_path, patterns):
 )
 def test_too_few_devices_are_reported_before_an_indivisible_batch(refused, flags, need):
     assert refused(*flags) == f"{need} devices, but only {jax.device_count()} are available"
+
+
+def test_an_axis_that_is_auto_counts_as_one_device_until_the_devices_are_known(refused):
+    assert_names(refused("--fsdp", "auto", "--num-microbatches", "3"), "--num-microbatches is 3", "--batch-size 4")
+    assert refused("--fsdp", "auto", "--dp", "16") == f"--dp 16 needs 16 devices, but only {jax.device_count()} are available"
 
 
 def test_an_indivisible_batch_is_refused_if_there_are_enough_devices(refused):

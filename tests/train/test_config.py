@@ -134,6 +134,9 @@ TRAIN += [
 MIXTURE = GPTConfig(mlp="swiglu", moe=MoEConfig(num_experts=6))
 TRAIN += [
     ({"ep": 0}, "ep", "`ep` is 0: must be positive"),
+    ({"fsdp": 0}, "fsdp", "`fsdp` is 0: must be positive, or auto"),
+    ({"dp": "all"}, "dp", "`dp` is all: must be positive, or auto"),
+    ({"dp": "auto", "fsdp": "auto"}, "dp", "`dp` is auto: must be a number if `fsdp` is auto"),
     ({"ep": 2}, "ep", "`ep` is 2: must be a divisor of `dp` 1; experts are sharded over devices of `fsdp` or `dp`"),
     ({"fsdp": 4, "ep": 3}, "ep", "`ep` is 3: must be a divisor of `fsdp` 4"),
     ({"dp": 2, "ep": 2}, "ep", "`ep` is 2: must be 1 for a model without experts"),

@@ -1,6 +1,5 @@
 """Runs on several devices and processes have the results of one device, print once, and stop together."""
 
-import json
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from jgraph.errors import ConfigError
 from jgraph.processes import connect, devices_of_ranks
 from jgraph.train.__main__ import main
 from jgraph.train.config import DistributedConfig, OptimizerConfig, TrainConfig
+from jgraph.train.rundir import RunDir
 from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import GPTConfig
 from tests import tiny
@@ -251,8 +251,7 @@ def assert_same_losses(run_dir, other):
 
 def amax_history(run_dir):
     """Returns the state of delayed scaling in a run's last checkpoint."""
-    fields = json.loads((run_dir / "config.json").read_text())
-    config = TrainConfig.from_dict({name: value for name, value in fields.items() if name not in ("corpus", "versions")})
+    config = RunDir(run_dir).saved_config(field="run")
     checkpoints = Checkpoints(run_dir / "checkpoints", 1)
     _, state = checkpoints.restore_latest(TrainSetup.from_config(config).step.canonical.shapes())
     checkpoints.close()
