@@ -360,8 +360,8 @@ def test_the_variant_name_selects_the_fp8_recipe():
 def test_a_variant_sets_jgraph_settings_and_xla_options():
     config = fsdp.config_of("gpt-7b", 4, fsdp.Options())
     varied = works.vary(config, "reshard=yes graph=full xla_an_option=a=b")
-    assert (config.parallel.fsdp, config.input.batch_size, config.parallel.reshard_after_forward) == (4, 8, False)
-    assert (varied.compile.graph, varied.parallel.reshard_after_forward) == ("full", True)
+    assert (config.parallel.fsdp, config.input.batch_size, config.parallel.gather_per) == (4, 8, "microbatch")
+    assert (varied.compile.graph, varied.parallel.gather_per) == ("full", "pass")
     assert works.vary(config, "fp8=delayed").fp8.recipe == "delayed"
     experts = works.vary(fsdp.config_of("gpt-moe", 4, fsdp.Options()), "layout=ep num_microbatches=2 capacity=1.75")
     assert (experts.parallel.fsdp, experts.parallel.ep, experts.input.num_microbatches, experts.model.moe.capacity) == (

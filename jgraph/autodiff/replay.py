@@ -73,11 +73,15 @@ def apply(eqn: core.JaxprEqn, values: Sequence[jax.Array]) -> list[Any]:
     """Runs one equation on new operands. Inside a trace, this adds it to the trace."""
     # Values for literals are ignored. An output that is marked as unread (`DropVar`) is None.
     given = {v: value for v, value in zip(eqn.invars, values, strict=True) if isinstance(v, core.Var)}
-    results = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
-    debug_info = core.DebugInfo("replay", eqn.primitive.name, ("",) * len(given), ("",) * len(results))
-    program = core.Jaxpr((), list(given), results, [eqn], eqn.effects, debug_info)
-    out = iter(core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))(*given.values()))
+    out = iter(run([eqn], given, [v for v in eqn.outvars if not isinstance(v, core.DropVar)]))
     return [None if isinstance(v, core.DropVar) else next(out) for v in eqn.outvars]
+
+
+def run(eqns: Sequence[core.JaxprEqn], env: Mapping[core.Var, jax.Array], wanted: Sequence[Atom]) -> list[jax.Array]:
+    """Runs equations of a jaxpr, and returns the wanted values. `env` has the variables that the equations read."""
+    debug_info = core.DebugInfo("replay", "equations", ("",) * len(env), ("",) * len(wanted))
+    program = core.Jaxpr((), list(env), list(wanted), list(eqns), _effects(eqns), debug_info)
+    return core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))(*env.values())
 
 
 def environment(jaxpr: core.Jaxpr, consts: Sequence[Value], args: Sequence[Value]) -> Environment[Value]:

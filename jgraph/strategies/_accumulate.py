@@ -10,6 +10,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jgraph.scopes import scope
+from jgraph.strategies._invariant import Once, hoisted
 from jgraph.strategies.objective import Loss, before_any, merge
 from jgraph.types import Arrays, Batch, Key, Reductions
 
@@ -18,7 +19,13 @@ MicrobatchFunction: TypeAlias = Callable[[Arrays, Batch, Key], tuple[Loss, Array
 
 
 def accumulate(
-    sums_and_grads: MicrobatchFunction, num_microbatches: int, *, dtype: DTypeLike, reductions: Reductions, at_once: int = 1
+    sums_and_grads: MicrobatchFunction,
+    num_microbatches: int,
+    *,
+    dtype: DTypeLike,
+    reductions: Reductions,
+    at_once: int = 1,
+    once: Once = "casts",
 ) -> MicrobatchFunction:
     """Returns `f(params, batch_M, key)`, which sums the results of `sums_and_grads` over the microbatches. Traces nothing.
 
@@ -33,7 +40,7 @@ def accumulate(
             return microbatch(0, jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), batch_M))
 
         def add(carry: tuple[Loss, Arrays], this: tuple[Array, Batch]) -> tuple[tuple[Loss, Arrays], None]:
-            sums, grads = microbatch(*this)
+            sums, grads = run(*this)
             with scope("wgrad"):
                 return (
                     merge(reductions, carry[0], sums),
@@ -43,11 +50,11 @@ def accumulate(
         # A scan, because XLA compiles its body once and reuses the temporary arrays of a microbatch for the next. If
         # microbatches are unrolled, it keeps the arrays of all until it sums their gradients at the end. XLA captures the body
         # into a command buffer, which is launched once per microbatch.
-        first = jax.tree.map(lambda leaf: leaf[0], batch_M)
-        sums, grads = jax.eval_shape(microbatch, 0, first)
+        inputs = jnp.arange(num_microbatches), batch_M
+        (sums, grads), run = hoisted(once, microbatch, *jax.tree.map(lambda leaf: leaf[0], inputs))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
         main_grad = jax.tree.map(lambda g: jnp.zeros(g.shape, dtype), grads)
         start = replace(zeros, carried=before_any(reductions, zeros.carried))
-        return jax.lax.scan(add, (start, main_grad), (jnp.arange(num_microbatches), batch_M), unroll=at_once)[0]
+        return jax.lax.scan(add, (start, main_grad), inputs, unroll=at_once)[0]
 
     return accumulated

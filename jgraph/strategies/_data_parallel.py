@@ -24,7 +24,7 @@ from jgraph.strategies.base import GradientProgram, Options, Pools, Reports
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.checks import check_function, check_split
 from jgraph.strategies.objective import Carry, Loss, LossFunction, Objective, finished, is_mean, summed
-from jgraph.strategies.sharding import FSDPChoices, wanted
+from jgraph.strategies.sharding import FSDPChoices, GatherPer, wanted
 from jgraph.types import Arrays, Batch, Key, Observed, Params, Tree
 from jgraph.xla.explain import Memory
 
@@ -43,11 +43,16 @@ class DataParallel:
     packing: Layout[Arrays]  # of the gathered arrays on a device, from the parameters of the loss
     layout: Layout[Params]  # of the arrays of the step
     shards: Mapping[str, Shard]  # over `fsdp`, with the dtypes of the working copies; empty without this axis
-    reshard_after_forward: bool = False
+    gather_per: GatherPer = "microbatch"
 
     @classmethod
     def bind(
-        cls, mesh: Mesh | None, objective: Objective, choices: FSDPChoices | None = None, *, reshard_after_forward: bool = False
+        cls,
+        mesh: Mesh | None,
+        objective: Objective,
+        choices: FSDPChoices | None = None,
+        *,
+        gather_per: GatherPer = "microbatch",
     ) -> Self:
         """Binds a loss function. With FP8, traces the loss to find the matmuls. Without choices, replicates all arrays."""
         fn = check_function(objective.loss)
@@ -64,7 +69,7 @@ class DataParallel:
         packing = packed()(chosen.params)
         layout = chosen.then(packed()).then(sharded(ranks))
         shards = {name: Shard.from_param(param, compute_dtype=choices.compute_dtype) for name, param in layout.params.items()}
-        return cls(objective, batches, loss, packing, layout, shards, reshard_after_forward)
+        return cls(objective, batches, loss, packing, layout, shards, gather_per)
 
     @property
     def observed(self) -> Observed:
@@ -110,7 +115,14 @@ class DataParallel:
         run = self._microbatch_function(params, batch, key, carry)
         # Pairs of microbatches: the exchanges of experts of one run beside the matmuls of the other.
         at_once = 2 if any(shard.groups > 1 for shard in self.shards.values()) else 1
-        over_batch = accumulate(run, num_microbatches, dtype=objective.grads_dtype, reductions=reductions, at_once=at_once)
+        over_batch = accumulate(
+            run,
+            num_microbatches,
+            dtype=objective.grads_dtype,
+            reductions=reductions,
+            at_once=at_once,
+            once="casts and gathers" if self.gather_per == "step" else "casts",
+        )
         sums, grads = over_batch(params, batch, key)
         sums = finished(reductions, sums, num_microbatches, axes, devices)
         if axes:
@@ -166,7 +178,7 @@ class DataParallel:
                     widened(params),
                     observed,
                     grads_dtype=sums_dtype,
-                    reshard_after_forward=self.reshard_after_forward,
+                    gather_per=self.gather_per,
                     # FP8 wgrads are too short to hide reductions. bfloat16 wgrads hide them, and barriers cost 2 to 4%
                     # (notes/develop/measurements/sharding.md).
                     reduce="in buckets" if in_fp8 else "scheduled",
@@ -202,7 +214,7 @@ class _Reports(Reports):
     def describe(
         self, batch: Batch, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
     ) -> list[str]:
-        note = "; weights in FP8 stay gathered for the backward" if self.bound.reshard_after_forward else ""
+        note = "; weights in FP8 stay gathered for the backward" if self.bound.gather_per == "pass" else ""
         return [line + note for line in self.bound.loss.describe(executables)]
 
 

@@ -1,14 +1,16 @@
 """Data parallelism with parameters, gradients and optimizer state sharded over the axis `fsdp`."""
 
 from dataclasses import dataclass
+from typing import get_args
 
 from jax.sharding import Mesh
 
+from jgraph.errors import check_choice
 from jgraph.mesh import Axis, checked
 from jgraph.strategies._data_parallel import DataParallel
 from jgraph.strategies.base import summary
 from jgraph.strategies.objective import Objective
-from jgraph.strategies.sharding import FSDPChoices
+from jgraph.strategies.sharding import FSDPChoices, GatherPer
 from jgraph.types import Params
 
 
@@ -23,8 +25,9 @@ class FullySharded(FSDPChoices):
             and `tensor`. With several devices on `tensor`, wrap the strategy in `TensorParallel`.
         shapes: The parameters, floating arrays or `jax.ShapeDtypeStruct`s in the model's own tree. Only shapes and dtypes are
             read.
-        reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
-            Weights in FP8 stay gathered.
+        gather_per: How often parameters are gathered. Once per `step`, they stay gathered for all microbatches. Once per
+            `microbatch`, they stay gathered for its backward pass. Once per `pass`, they are gathered a second time for the
+            backward pass; weights in FP8 stay gathered. Gradients are summed over the devices in every microbatch.
         shard_rules: Rules `PATTERN=AXIS`, with a shell pattern of parameter names and the index of an axis. A matching
             parameter is sharded along this axis. Other parameters are sharded by `annotations`, or else along their first axis
             that the number of devices divides, or else along their longest axis, padded with zeros.
@@ -38,7 +41,7 @@ class FullySharded(FSDPChoices):
 
     Raises:
         ConfigError: If `mesh` lacks the axis `fsdp` or has other axes, `experts` is not a positive integer, `compute_dtype` is
-            not floating, or `shards` is unknown.
+            not floating, or `gather_per` or `shards` is unknown.
 
     Examples:
         >>> mesh, shapes = jax.make_mesh((1,), ("fsdp",)), {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
@@ -48,15 +51,16 @@ class FullySharded(FSDPChoices):
 
     mesh: Mesh
     shapes: Params
-    reshard_after_forward: bool = False
+    gather_per: GatherPer = "microbatch"
 
     def __repr__(self) -> str:
-        resharded = ", resharded after forward" if self.reshard_after_forward else ""
+        gathered = "" if self.gather_per == "microbatch" else f", gathered per {self.gather_per}"
         experts = f", experts={self.experts}" if self.experts > 1 else ""
-        return f"FullySharded({summary(self.mesh, self.shapes)}{resharded}{experts})"
+        return f"FullySharded({summary(self.mesh, self.shapes)}{gathered}{experts})"
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.FSDP,), allows=(Axis.DATA, Axis.CONTEXT, Axis.TENSOR)))
+        check_choice("gather_per", self.gather_per, get_args(GatherPer))
         super().__post_init__()
 
     def bind(self, objective: Objective) -> DataParallel:
@@ -68,4 +72,4 @@ class FullySharded(FSDPChoices):
                 and the loss has no matmul that can be in FP8.
             ShapeError: If `fp8` is set, and microbatches and data ranks cannot share the rows of `batch` in the objective.
         """
-        return DataParallel.bind(self.mesh, objective, self, reshard_after_forward=self.reshard_after_forward)
+        return DataParallel.bind(self.mesh, objective, self, gather_per=self.gather_per)

@@ -29,6 +29,7 @@ Aux = TypeVar("Aux")
 PullBack = TypeVar("PullBack", bound=Callable[..., tuple])
 AXIS = Axis.FSDP.value
 Sharded = Literal["everything", "experts"]
+GatherPer = Literal["step", "microbatch", "pass"]
 
 # Fastest on four H200s (GPT 1.3B: 275.3 -> 265.7 ms, notes/develop/measurements/sharding.md): few long collectives beside
 # matmuls.
@@ -130,7 +131,7 @@ def value_and_grads(
     observed: Observed,
     *,
     grads_dtype: DTypeLike,  # before gradients are summed over devices
-    reshard_after_forward: bool,
+    gather_per: GatherPer,
     reduce: Literal["in buckets", "scheduled"],
 ) -> tuple[Aux, Arrays, Observed]:
     """Differentiates `loss(whole, observed) -> (scalar, aux)` by the shards of a device, under `jax.shard_map`.
@@ -145,7 +146,7 @@ def value_and_grads(
 
     arrays = {name: whole[name] for name in trained}
     value, pull_back, aux = jax.vjp(of_trained, arrays, observed, has_aux=True)
-    if reshard_after_forward:
+    if gather_per == "pass":
         # The barrier orders the second all-gather after the forward pass. Without it, XLA would merge the two.
         regathered = gathered(shards, lax.optimization_barrier((parts, value))[0])
         pull_back = _replaced(pull_back, {id(array): regathered[name] for name, array in whole.items()})

@@ -55,7 +55,7 @@ def data_parallel(parallel: ParallelConfig, mesh: Mesh | None, model: BuiltModel
         mesh,
         model.functions.shapes,
         compute_dtype=model.compute_dtype,
-        reshard_after_forward=parallel.reshard_after_forward,
+        gather_per=parallel.gather_per,
         **_sharding(parallel, model),
     )
 

@@ -50,7 +50,7 @@ def losses(config):
         {"pp": 2},
         {"pp": 2, "schedule": "zb-h1"},
         {"fsdp": 2},
-        {"fsdp": 2, "reshard_after_forward": True},
+        {"fsdp": 2, "gather_per": "pass"},
         {"pp": 4},
         {"fsdp": 4},
         {"fsdp": 2, "pp": 2},

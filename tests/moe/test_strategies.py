@@ -118,7 +118,7 @@ CASES = {
     "data": ({"data": 4}, "", {}),
     "fsdp": ({"fsdp": 4}, "", {}),
     PAIRS: ({"fsdp": 4}, "", {"experts": 4}),
-    SPREAD: ({"data": 2, "fsdp": 4}, "", {"experts": 2, "reshard_after_forward": True}),
+    SPREAD: ({"data": 2, "fsdp": 4}, "", {"experts": 2, "gather_per": "pass"}),
     "pipe, aligned": ({"pipe": 2}, "aligned", {}),
     PIPED: ({"pipe": 2, "fsdp": 2}, "zb-h1", {"remat": "layer", "experts": 2}),
     "pipe, dispatch engine": ({"pipe": 2}, "1f1b", {"engine": "dispatch"}),

@@ -36,8 +36,8 @@ pytestmark = pytest.mark.parity
 # By default, all parameters of a model this small are packed into two arrays, which are sharded. Shard rules keep parameters
 # separate, like large parameters: the embedding (61 rows on two devices), and every matrix by its outputs as in fully_shard.
 LAYOUTS = {
-    "packed": {"reshard_after_forward": False},
-    "apart": {"reshard_after_forward": True, "shard_rules": ("embedding_VD=0", "*/kernel=1")},
+    "packed": {"gather_per": "microbatch"},
+    "apart": {"gather_per": "pass", "shard_rules": ("embedding_VD=0", "*/kernel=1")},
 }
 
 

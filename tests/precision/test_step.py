@@ -104,7 +104,7 @@ def one_device():
         ("dp", 1, {}),
         pytest.param("dp", 2, {}, marks=pytest.mark.once),
         ("fsdp", 1, {}),
-        pytest.param("fsdp", 1, {"reshard_after_forward": True}, marks=pytest.mark.once),
+        pytest.param("fsdp", 1, {"gather_per": "pass"}, marks=pytest.mark.once),
         ("fsdp", 2, {"compute_dtype": jnp.bfloat16}),
     ],
 )

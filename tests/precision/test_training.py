@@ -57,7 +57,7 @@ def test_mxfp8_is_refused_on_a_hopper_gpu_without_emulation(monkeypatch):
 @pytest.mark.long
 @pytest.mark.once
 def test_a_run_logs_the_fp8_matmuls_the_emulation_on_cpus_and_that_it_does_not_reshard_fp8_weights(tmp_path, capsys):
-    assert tiny.train(tmp_path, *RUN, "--steps", "2", "--precision", "fp8", "--fsdp", "2", "--reshard-after-forward") == 0
+    assert tiny.train(tmp_path, *RUN, "--steps", "2", "--precision", "fp8", "--fsdp", "2", "--gather-per", "pass") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "fp8 (current scaling): 4 of 4 matmuls with parameters; emulated in bfloat16" in out
     assert "weights in FP8 stay gathered for the backward" in out

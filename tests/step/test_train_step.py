@@ -59,7 +59,7 @@ def strategy(name):
     mesh = jax.make_mesh(*meshes.get(name, ((4,), ("fsdp",))))
     if name == "data 4":
         return Replicated(mesh, shapes())
-    return FullySharded(mesh, shapes(), reshard_after_forward=name.endswith("resharding"))
+    return FullySharded(mesh, shapes(), gather_per="pass" if name.endswith("resharding") else "microbatch")
 
 
 def trained(step, batch, *, steps=STEPS, carried=None):
@@ -327,9 +327,9 @@ def test_a_batch_that_devices_and_microbatches_do_not_divide_is_refused(batch):
 def test_the_repr_of_a_strategy_and_a_step_is_one_line():
     shapes = {"w": jax.ShapeDtypeStruct((1000, 3), jnp.float32)}
     mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
-    sharded = FullySharded(mesh, shapes, reshard_after_forward=True)
+    sharded = FullySharded(mesh, shapes, gather_per="pass")
     assert repr(Replicated(None, shapes)) == "Replicated(one device, 3,000 parameters)"
-    assert repr(sharded) == "FullySharded(fsdp=2, 3,000 parameters, resharded after forward)"
+    assert repr(sharded) == "FullySharded(fsdp=2, 3,000 parameters, gathered per pass)"
     step = train_step(lambda params, batch, key: 0.0, optax.sgd(0.1), sharded)
     assert repr(step) == "TrainStep(3,000 parameters on 2 devices, DataParallel)"
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 from jax.sharding import Mesh
 
+from jgraph.autodiff import replay
 from jgraph.layout import named
 from jgraph.moe.config import MoEConfig
 from jgraph.precision.config import FP8Config
@@ -50,6 +51,36 @@ def matmuls(count, **choices):
 
 def test_a_program_has_the_matmuls_of_one_microbatch_for_any_number_of_microbatches():
     assert matmuls(1) == matmuls(2) == matmuls(8)
+
+
+def test_casts_of_parameters_are_outside_the_loop_and_callbacks_inside():
+    seen = []
+
+    def loss(params, x_BD, key):
+        def of(params):
+            w = jnp.tanh(params["w"].T.astype(jnp.bfloat16))  # only the cast is moved
+            jax.debug.callback(lambda x: seen.append(float(x)), x_BD[0, 0])
+            total = jnp.sum(x_BD @ w.T).astype(jnp.float32) + jnp.sum(params["w"])
+            return total, Loss(total, carried=dict.fromkeys(REDUCTIONS, total))
+
+        (_, sums), grads = jax.value_and_grad(of, has_aux=True)(params)
+        return sums, grads
+
+    args = PARAMS, batch_of(4).astype(jnp.bfloat16), jax.random.key(0)
+    summed = accumulate(loss, 4, dtype=jnp.float32, reductions=REDUCTIONS)
+    (loop,) = (eqn for eqn in jax.make_jaxpr(summed)(*args).jaxpr.eqns if eqn.primitive.name == "scan")
+    cast_in_loop = [eqn for eqn in replay.body(loop).eqns if eqn.primitive.name == "convert_element_type"]
+    assert not [eqn for eqn in cast_in_loop if eqn.invars[0].aval.size == 12 and eqn.outvars[0].aval.dtype == jnp.bfloat16]
+    assert replay.runs(loop, ("tanh",))
+    sums, grads = jax.jit(summed)(*args)
+    total, total_grads = jax.tree.map(jnp.zeros_like, (sums.total, grads))
+    for batch in args[1]:
+        one, g = jax.jit(loss)(PARAMS, batch, args[2])
+        total, total_grads = total + one.total, jax.tree.map(jnp.add, total_grads, g)
+    jax.effects_barrier()
+    assert sorted(seen) == sorted([0.0, 8.0, 16.0, 24.0] * 2)
+    assert float(sums.total) == pytest.approx(float(total), rel=1e-6)
+    np.testing.assert_allclose(grads["w"], total_grads["w"], rtol=1e-2)  # sums of bfloat16 gradients in another order
 
 
 # A tiny GPT with two rows per data rank in a microbatch.

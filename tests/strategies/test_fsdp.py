@@ -11,8 +11,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jgraph.autodiff import replay
 from jgraph.errors import ConfigError
 from jgraph.layout import Shard, named, sharded
 from jgraph.pipeline._memory import bytes_per_rank
@@ -75,9 +77,7 @@ def on_one_device(head: str = "tied", freeze: tuple[str, ...] = (), num_layers: 
     "fields",
     [
         {"fsdp": 2},
-        pytest.param(
-            {"fsdp": 2, "dp": 2, "head": "untied", "reshard_after_forward": True, "num_layers": 1}, marks=pytest.mark.once
-        ),
+        pytest.param({"fsdp": 2, "dp": 2, "head": "untied", "gather_per": "pass", "num_layers": 1}, marks=pytest.mark.once),
         pytest.param({"fsdp": 2, "pp": 2, "dp": 2, "freeze": ("embedding_VD", NORMS)}, marks=pytest.mark.once),
         pytest.param(
             {"fsdp": 4, "pp": 2, "schedule": "1f1b", "shard_rules": ("*/kernel=1", "embedding_VD=1")}, marks=pytest.mark.once
@@ -86,7 +86,8 @@ def on_one_device(head: str = "tied", freeze: tuple[str, ...] = (), num_layers: 
             {"fsdp": 4, "num_microbatches": 1, "shard_rules": ("*/kernel=1",), "remat": "layer", "num_layers": 1},
             marks=pytest.mark.once,
         ),
-        pytest.param({"fsdp": 8, "num_microbatches": 1, "reshard_after_forward": True}, marks=pytest.mark.once),
+        pytest.param({"fsdp": 8, "num_microbatches": 1, "gather_per": "pass"}, marks=pytest.mark.once),
+        pytest.param({"fsdp": 2, "gather_per": "step", "num_layers": 1}, marks=[pytest.mark.long, pytest.mark.once]),
     ],
     ids=lambda fields: " ".join(f"{name}={value}" for name, value in fields.items()),
 )
@@ -362,10 +363,10 @@ def test_replicas_sum_their_gradients_in_float32(num_microbatches):
 
 
 @pytest.mark.parametrize(("dtype", "total"), [(FLOAT, 257), (LOW, 256)])
-@pytest.mark.parametrize(("reshard_after_forward", "reduce"), [(False, "scheduled"), (True, "in buckets")])
-def test_gradient_shards_are_summed_over_devices_in_grads_dtype(dtype, total, reshard_after_forward, reduce):
+@pytest.mark.parametrize(("gather_per", "reduce"), [("microbatch", "scheduled"), ("pass", "in buckets")])
+def test_gradient_shards_are_summed_over_devices_in_grads_dtype(dtype, total, gather_per, reduce):
     def local(parts, tokens_BS):
-        choices = {"grads_dtype": dtype, "reshard_after_forward": reshard_after_forward, "reduce": reduce}
+        choices = {"grads_dtype": dtype, "gather_per": gather_per, "reduce": reduce}
         shards = {"w": Shard(0, dtype=LOW)}
         loss = lambda whole, _: (product(whole, tokens_BS), None)  # noqa: E731
         return fsdp.value_and_grads(loss, parts, ["w"], shards, {}, **choices)[1]
@@ -477,11 +478,27 @@ def test_resharding_after_forward_frees_the_gathered_layers(h200):
     # Enough activations put the peak in the backward pass. Without the option XLA would gather this small model at once.
     sizes = {"batch_size": 16, "seq_len": 512, "xla_options": ("xla_gpu_all_gather_combine_threshold_bytes=1",)}
     kept, resharded = (
-        compile_on_target(num_layers=3, reshard_after_forward=reshard, **sizes)[0].memory_analysis().temp_size_in_bytes
-        for reshard in (False, True)
+        compile_on_target(num_layers=3, gather_per=gather_per, **sizes)[0].memory_analysis().temp_size_in_bytes
+        for gather_per in ("microbatch", "pass")
     )
     layer_bytes = 2 * 12 * 512 * 512
     assert kept - resharded > 1.5 * layer_bytes
+
+
+@pytest.mark.parametrize(("gather_per", "in_loop"), [("step", False), ("microbatch", True), ("pass", True)])
+def test_parameters_are_gathered_as_often_as_asked(gather_per, in_loop):
+    setup = TrainSetup.from_config(config(fsdp=2, gather_per=gather_per, num_layers=1))
+    traced = setup.step.jitted().trace(setup.step.state, setup.batch())
+    (loop,) = loops(traced.jaxpr.jaxpr)
+    assert replay.runs(loop, ("all_gather",)) == in_loop
+    assert replay.runs(loop, ("reduce_scatter",))
+
+
+def loops(jaxpr):
+    """Returns the scans of a jaxpr, outside of other scans."""
+    found = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == replay.SCAN]
+    others = [inner for eqn in jaxpr.eqns if eqn not in found for inner in core.jaxprs_in_params(eqn.params)]
+    return found + [loop for inner in others for loop in loops(inner)]
 
 
 @pytest.mark.once
@@ -518,8 +535,8 @@ def test_a_pipeline_with_bfloat16_parameters_has_the_losses_of_one_device():
         ({"fsdp": 2, "shard_rules": ("*/up/kernel=2",)}, "along axis 2: must be below 2, its shape is"),
         ({"fsdp": 2, "shard_rules": ("*/up/kernel",)}, "must be PATTERN=AXIS"),
         ({"shard_rules": ("*/up/kernel=0",)}, "`shard_rules` is .*: must be empty if `fsdp` is 1"),
-        ({"reshard_after_forward": True}, "must be False if `fsdp` is 1"),
-        ({"fsdp": 2, "pp": 2, "reshard_after_forward": True}, "must be False in a pipeline"),
+        ({"gather_per": "pass"}, "must be microbatch if `fsdp` is 1"),
+        ({"fsdp": 2, "pp": 2, "gather_per": "pass"}, "must be step or microbatch in a pipeline"),
         ({"pp": 2, "main_grads_dtype": LOW, "decoupled_grad": True}, "must be float32 in a pipeline"),
         ({"freeze": ("head_DV",)}, "`freeze` has 'head_DV', which matches no parameter: must match one of blocks/0"),
     ],

@@ -50,7 +50,7 @@ def collectives(setup: TrainSetup) -> list[tuple[str, str, int]]:
     ("fields", "expected"),
     [
         ({"dp": 2, "num_microbatches": 2} | LOW_SUMS, {("all-reduce", LOW): 1}),
-        ({"fsdp": 4, "reshard_after_forward": True}, {("all-gather", LOW): 2, ("reduce-scatter", FLOAT): 1}),
+        ({"fsdp": 4, "gather_per": "pass"}, {("all-gather", LOW): 2, ("reduce-scatter", FLOAT): 1}),
         ({"fsdp": 2, "dp": 2}, {("all-gather", LOW): 1, ("reduce-scatter", FLOAT): 1, ("all-reduce", FLOAT): 1}),
         (
             {"fsdp": 2, "dp": 2} | LOW_SUMS,

@@ -185,10 +185,10 @@ def test_bfloat16_main_grads_in_a_pipeline_are_refused_before_other_checks(field
     assert error.value.field == "main_grads_dtype"
 
 
-def test_reshard_after_forward_in_a_pipeline_is_refused_and_remat_suggested():
+def test_a_second_gather_in_a_pipeline_is_refused_and_remat_suggested():
     with pytest.raises(ConfigError, match="`remat` layer") as error:
-        TrainConfig.from_fields(pp=2, fsdp=2, reshard_after_forward=True)
-    assert error.value.field == "reshard_after_forward"
+        TrainConfig.from_fields(pp=2, fsdp=2, gather_per="pass")
+    assert error.value.field == "gather_per"
 
 
 def test_the_dispatch_engine_refuses_experts_with_data_parallelism():

@@ -94,8 +94,8 @@ def test_devices_that_cannot_be_divided_are_refused_in_one_line(fields, availabl
 
 
 def test_options_of_sharding_have_no_effect_on_one_device():
-    fields = {"reshard_after_forward": True, "shard_rules": ("*=0",)}
-    assert placed(config_with(**fields), 2, None)[0].parallel.reshard_after_forward
+    fields = {"gather_per": "pass", "shard_rules": ("*=0",)}
+    assert placed(config_with(**fields), 2, None)[0].parallel.gather_per == "pass"
     assert not placed(config_with(**fields), 1, None)[0].is_sharded
 
 

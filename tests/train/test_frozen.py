@@ -17,7 +17,7 @@ FROZEN = ("embedding_VD", "*/kernel", "norm/*")
 # tests/train/test_lora.py has frozen weights on other layouts.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp=2 dp=2 microbatches": {"tp": 2, "dp": 2, "num_microbatches": 2},
-    "fsdp=2 resharded": {"fsdp": 2, "reshard_after_forward": True},
+    "fsdp=2 resharded": {"fsdp": 2, "gather_per": "pass"},
     "pp=2 fsdp=2": {"pp": 2, "fsdp": 2, "num_microbatches": 2},
     "pp=2 dispatch": {"pp": 2, "num_microbatches": 2, "pp_engine": "dispatch", "schedule": "1f1b"},
 }

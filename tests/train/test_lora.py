@@ -35,7 +35,7 @@ LORA = LoRAConfig(rank=4, alpha=8, base_dtype="float32")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp=4": {"fsdp": 4},
     "tp=2 cp=2": {"tp": 2, "cp": 2},
-    "tp=2 fsdp=2 resharded": {"tp": 2, "fsdp": 2, "reshard_after_forward": True, "num_microbatches": 2},
+    "tp=2 fsdp=2 resharded": {"tp": 2, "fsdp": 2, "gather_per": "pass", "num_microbatches": 2},
     "pp=2 tp=2": {"pp": 2, "tp": 2, "num_microbatches": 2},
     "pp=2 fsdp=2 zb-h1": {"pp": 2, "fsdp": 2, "num_microbatches": 2, "schedule": "zb-h1"},
     "pp=2 dispatch": {"pp": 2, "num_microbatches": 2, "pp_engine": "dispatch", "schedule": "1f1b"},

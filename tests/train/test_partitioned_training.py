@@ -62,7 +62,7 @@ def test_twenty_steps_equal_one_device():
 
 
 # With the layout above, every two mesh axes are together in a layout, each axis has two and four devices, microbatches
-# come with each axis, and `reshard_after_forward` with the axes `context` and `tensor`.
+# come with each axis, and `gather_per` "pass" with the axes `context` and `tensor`.
 @pytest.mark.long
 @pytest.mark.parametrize(
     "fields",
@@ -73,8 +73,8 @@ def test_twenty_steps_equal_one_device():
         {"cp": 2, "tp": 4},
         {"cp": 4, "tp": 2},
         {"dp": 4, "cp": 2},
-        {"fsdp": 4, "cp": 2, "reshard_after_forward": True, "num_microbatches": 2},
-        {"fsdp": 2, "tp": 4, "reshard_after_forward": True, "num_microbatches": 2},
+        {"fsdp": 4, "cp": 2, "gather_per": "pass", "num_microbatches": 2},
+        {"fsdp": 2, "tp": 4, "gather_per": "pass", "num_microbatches": 2},
         {"dp": 2, "fsdp": 2, "tp": 2, "num_microbatches": 2},
         {"cp": 2, **ONE_ROW},
     ),

@@ -32,7 +32,7 @@ FREE = {
     *(
         "fsdp",
         "ep",
-        "reshard_after_forward",
+        "gather_per",
         "shard_rules",
         "pp",
         "pp_engine",
