@@ -32,9 +32,13 @@ FIELDS = {
     "for a constant loss",
     "halted": "expert capacity that the step needed, 0 if the capacity was sufficient",
     "build_s, build_and_first_s, first_step_s, imports_s, trace_s, compile_s, state_s, step_s": "seconds of setup",
+    "exit_s, start_s, resume_s, resumed, codes, lines": "restarts: seconds from a kill to the end of the other processes, to "
+    "the next start, to the restored state; the step of that state; exit codes and messages of the other processes",
+    "links": "network: how NCCL has connected the GPUs",
     "launches, updates, replays, actions": "CUDA graph launches, graph updates, replays, or pipeline actions per step",
     "steps, done": "soak: requested and completed steps; loss curve: logged steps",
-    "differs, first_differs": "soak: largest loss difference from the run with graph auto, first step with a difference",
+    "differs, first_differs": "largest difference of the losses from another run, and the first step with one: in a soak, from "
+    "the run with graph auto; in restarts, from the run with one process per GPU",
     "peak_bytes, init_peak_bytes, step_bytes": "peak memory of the fullest device; after init; of the program",
     "peaks_bytes": "peak memory of each pipeline rank; 0 for rank 0 if the unsharded model took more",
     "argument_bytes, temp_bytes, output_bytes, alias_bytes": "memory analysis of the compiled step",

@@ -7,6 +7,9 @@ import importlib.util
 import io
 import json
 import re
+import subprocess
+import sys
+import time
 from itertools import count
 
 import jax
@@ -27,6 +30,7 @@ from benchmarks import (
     microbatches,
     moe,
     readme,
+    restarts,
     rows,
     runner,
     single_gpu,
@@ -260,6 +264,41 @@ def test_a_start_is_divided_into_phases(tmp_path):
     assert sum(phases) == pytest.approx(row["first_step_s"])
     failed = startup.in_process("launch-bound", "jgraph num_microbatches=3", options, {})
     assert "must be a divisor of `batch_size` 2" in failed["failed"]
+
+
+def test_processes_are_killed_at_random_steps_and_restarts_are_timed_by_the_output_of_the_run(tmp_path):
+    options = restarts.RestartOptions(out=tmp_path / "restarts.json", kills=1, every=3)
+    ready = (
+        "first step finished 3.0 s after the start: imports and data 1.0, tracing 0.4, XLA 0.6 (0 compiled, 2 loaded from the "
+        "compile cache), initial state 0.7, first step 0.3\n"
+    )
+
+    def write(name: str, **row: object) -> None:
+        (tmp_path / f"{name}.json").write_text(json.dumps(row))
+
+    def lines():
+        for rank in range(2):
+            write(f"0-{rank}", pid=process.pid)
+        yield ready
+        for step in range(1, 8):
+            yield f"step {step}/12  loss 1.0\n"
+        assert process.wait(10) == -9
+        write("0-0", end=time.monotonic(), code=75)
+        yield "jgraph.train: error: process 0: process 1 is gone\n"
+        for rank in range(2):
+            write(f"1-{rank}", start=time.monotonic(), compiled=f"{rank} compiled")
+        yield "resumed from step 3\n"
+        yield ready
+        yield "step 4/12  loss 1.0\n"
+
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        (row,) = restarts.watched(lines(), tmp_path, options)
+    assert not unknown_keys(row)
+    assert re.fullmatch(r"rank [01] killed at step [1-6]", row["variant"])
+    assert (row["codes"], row["lines"], row["resumed"]) == ([75], ["process 0: process 1 is gone"], 3)
+    assert 0 < row["exit_s"] <= row["start_s"] <= row["resume_s"] <= row["first_step_s"]
+    assert [row[key] for key in startup.KEYS.values()] == [1.0, 0.4, 0.6, 0.7, 0.3]
+    assert row["compiled"] == "process 0: 0 compiled; process 1: 1 compiled"
 
 
 @pytest.mark.long
