@@ -16,7 +16,7 @@ from jgraph_models.gpt import GPTConfig
 
 STEPS = 5
 MODEL = GPTConfig(
-    num_layers=4, d_model=64, num_heads=4, num_kv_heads=4, d_ff=128, vocab_size=256, attention="xla", compute_dtype="float32"
+    num_layers=2, d_model=64, num_heads=4, num_kv_heads=4, d_ff=128, vocab_size=256, attention="xla", compute_dtype="float32"
 )
 EXPERTS = replace(MODEL, mlp="swiglu", moe=MoEConfig(num_experts=4, experts_per_token=2, capacity=2))
 CONFIG = TrainConfig.from_fields(
@@ -30,9 +30,10 @@ CONFIG = TrainConfig.from_fields(
 
 
 def layouts(count: int) -> dict[str, TrainConfig]:
-    """Returns a configuration for `count` devices for each parallelism."""
-    dense = {name: CONFIG.changed(**{name: count}) for name in ("dp", "fsdp", "tp", "pp")}
-    return dense | {"ep": CONFIG.changed(model=EXPERTS, dp=count, ep=count)}
+    """Returns a configuration for `count` devices for each parallelism. A model has one layer per device."""
+    dense, experts = (CONFIG.changed(model=replace(model, num_layers=count)) for model in (MODEL, EXPERTS))
+    found = {name: dense.changed(**{name: count}) for name in ("dp", "fsdp", "tp", "pp")}
+    return found | {"ep": experts.changed(dp=count, ep=count)}
 
 
 def losses(config: TrainConfig) -> list[float]:
