@@ -84,7 +84,7 @@ def main(options: RestartOptions) -> None:
             for row in {"kills": kills, "network": network}[part](Runs(Path(folder), options, steps[part])):
                 print(part, json.dumps(row), flush=True)
                 rows.append(row)
-        device = next((row.pop("device") for row in rows if "device" in row), None)
+        device = next((row["device"] for row in rows if "device" in row), None)
         store(options.out, f"{options.preset} {part}", options, rows, device=device, ranks=options.processes)
 
 
