@@ -22,7 +22,8 @@ def check_devices() -> None:
     # XLA's default scheduler for CPUs lets each device choose the order of collectives that do not depend on each other.
     # Devices that wait in different collectives can wait forever. The flag works in XLA_FLAGS, which XLA reads once, and not
     # as an option of one program.
-    if (count > 1 or "host_platform_device_count" in flags) and not _is_started():
+    several = count > 1 or "host_platform_device_count" in flags or jax.distributed.is_initialized()
+    if several and not _is_started():
         os.environ["XLA_FLAGS"] = ordered(flags)
     try:
         jax.devices()

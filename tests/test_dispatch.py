@@ -13,6 +13,7 @@ import jgraph
 from jgraph.device import ordered
 from jgraph.dispatch import check_devices
 from tests import tiny
+from tests.train.test_distributed import free_port
 
 FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 
@@ -30,6 +31,16 @@ def test_simulated_devices_start_with_one_order(simulated):
     kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     out = subprocess.run([sys.executable, "-c", code], env=kept | simulated, check=True, capture_output=True, text=True).stdout
     assert out.split() == ["2", *simulated.get("XLA_FLAGS", "").split(), f"{FLAG}=false"]
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_a_process_with_one_device_of_several_starts_with_one_order():
+    code = f"import os, jax, jgraph.dispatch as d; jax.distributed.initialize('localhost:{free_port()}', 1, 0); d.check_devices(); "
+    kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    command = [sys.executable, "-c", code + "print(jax.device_count(), os.environ['XLA_FLAGS'])"]
+    out = subprocess.run(command, env=kept, check=True, capture_output=True, text=True).stdout
+    assert out.split() == ["1", f"{FLAG}=false"]
 
 
 def test_a_partitioned_step_warns_if_the_backend_has_started_without_the_flag(monkeypatch):
