@@ -39,14 +39,13 @@ class BuiltModel:
     frozen: tuple[str, ...]  # names of the weights beside adapters
 
 
-def build_model(config: TrainConfig) -> BuiltModel:
-    """Imports the model class, resolves its hooks and makes its functions. Only traces its construction."""
+def build_model(config: TrainConfig, functions: FunctionalModel | None = None) -> BuiltModel:
+    """Imports the model class, resolves its hooks and makes its functions, unless given. Only traces its construction."""
     hooks = model_hooks(config.module)
     dtype = config.hooks.compute_dtype if config.is_pipeline or config.is_sharded else None
     with model_errors(config.module, "have the name of a dtype in its settings, compute_dtype"):
         compute_dtype = None if dtype is None else jnp.dtype(dtype)
-    found = find_model(config.module)
-    functions = _functions(config, hooks, found)
+    functions = functions or _functions(config, hooks, find_model(config.module))
     adapted = functions if isinstance(functions, AdaptedModel) else None
     loss = _pipeline_model(config, hooks, adapted) if config.is_pipeline else _mean_loss(functions)
     rules = hooks.tensor_rules(config.model) if config.parallel.tp > 1 else {}

@@ -1,5 +1,6 @@
 """Mesh and strategy of a run: data parallel or a pipeline, with matrices split over `tp` devices."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,10 +20,12 @@ from jgraph.strategies.batches import by_microbatch
 from jgraph.strategies.objective import Objective
 from jgraph.train._functional import BuiltModel
 from jgraph.train._setup_config import ParallelConfig, PipelineConfig
-from jgraph.types import Tree
+from jgraph.types import JaxDevice, Tree
 
 
-def make_mesh(parallel: ParallelConfig, *, is_pipeline: bool, is_sharded: bool) -> Mesh | None:
+def make_mesh(
+    parallel: ParallelConfig, *, is_pipeline: bool, is_sharded: bool, devices: Sequence[JaxDevice] | None = None
+) -> Mesh | None:
     """Returns the mesh of the run; None on one device without a pipeline or sharding."""
     assert not parallel.auto, "a mesh has sizes"
     ranks = parallel.num_devices
@@ -31,7 +34,7 @@ def make_mesh(parallel: ParallelConfig, *, is_pipeline: bool, is_sharded: bool) 
     if ranks == 1 and not needs_mesh and not jax.distributed.is_initialized():
         return None
     flags = " ".join(f"`{name}` {count}" for name, count in parallel.sizes.items() if count > 1)
-    devices = devices_of_ranks(ranks, flags=flags or "a pipeline")
+    devices = devices or devices_of_ranks(ranks, flags=flags or "a pipeline")
     if len(devices) == 1 and not needs_mesh:
         return None
     # The last mesh axis has the most traffic, so its devices are neighbors.

@@ -1,6 +1,6 @@
 """Builds the functions of a run from its configuration: the model, its strategy and its training step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from jgraph.train._functional import batch_shapes, build_model, errors_by_field
 from jgraph.train._strategy import data_parallel, make_mesh, pipelined, tensor_parallel
 from jgraph.train.config import TrainConfig
 from jgraph.train.optimizer import optimizer
-from jgraph.types import Tree
+from jgraph.types import JaxDevice, Tree
 from jgraph.xla.options import OptionValue
 
 
@@ -34,17 +34,21 @@ class TrainSetup:
     step: TrainStep
 
     @classmethod
-    def from_config(cls, config: TrainConfig) -> "TrainSetup":
+    def from_config(
+        cls, config: TrainConfig, *, devices: Sequence[JaxDevice] | None = None, functions: FunctionalModel | None = None
+    ) -> "TrainSetup":
         """Imports the model class, traces its construction and chooses the strategy. Compiles nothing.
 
         Computes nothing on a device, except with `schedule` auto, which times a layer. All processes must call it together.
+        `devices` are those of the mesh, by default all devices of all processes. `functions` are those of a setup with the
+        same model, which is then not traced again.
         """
         parallel = config.parallel
         fp8 = fp8_recipe(config)
-        mesh = make_mesh(parallel, is_pipeline=config.is_pipeline, is_sharded=config.is_sharded)
+        mesh = make_mesh(parallel, is_pipeline=config.is_pipeline, is_sharded=config.is_sharded, devices=devices)
         batch = batch_shapes(config.input, config.input.batch_size)
         with errors_by_field(config):
-            model = build_model(config)
+            model = build_model(config, functions)
             if config.is_pipeline:
                 strategy = pipelined(
                     parallel,
