@@ -1,7 +1,8 @@
 """Named configurations of training runs. `PRESETS` maps the name of each to its `TrainConfig`.
 
 `gpt-*` have the sizes of GPT-3 (arXiv:2005.14165, table 2.1). `llama3-*` and `qwen3-*` have the sizes of meta-llama's
-Llama-3.2-1B and Llama-3.1-8B, and Qwen's Qwen3-0.6B, Qwen3-8B and Qwen3-30B-A3B, from config.json on the Hugging Face hub.
+Llama-3.2-1B, Llama-3.1-8B and Llama-3.1-70B, and Qwen's Qwen3-0.6B, Qwen3-8B and Qwen3-30B-A3B, from config.json on the Hugging
+Face hub.
 """
 
 from typing import Any
@@ -117,6 +118,13 @@ PRESETS: dict[str, TrainConfig] = {
             batch_size=2,
             seq_len=8192,
             peak=3e-4,
+        ),
+        _run(
+            "llama3-70b",
+            _llama(8.0, num_layers=80, d_model=8192, num_heads=64, d_ff=28_672, head="untied"),
+            batch_size=4,
+            seq_len=8192,
+            peak=1.5e-4,
         ),
         _run(
             "qwen3-0.6b",
