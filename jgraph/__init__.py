@@ -9,6 +9,7 @@
 - A backward pass in two parts: `split_backward`. Functions as CUDA graphs: `make_graphed_callables`, `Borrowed`, `fold_key`.
 - Any JAX program: `jit` checks donations, `explain` reports on a compiled program, `compare` times two in turns, `record`
   writes a profile; `Program`, `compiler_options`, `packed`, `Packing`.
+- Before a run: `plan` predicts the memory of every layout of a model, a `Plan` of `Option`s.
 - Pipeline schedules: `Order`, `Schedule`. Base of all errors: `JgraphError`.
 
 The application, `python -m jgraph.train`, is in `jgraph.train`; its configuration is `jgraph.train.config.TrainConfig`.

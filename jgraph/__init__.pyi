@@ -38,6 +38,7 @@ from .modules import Decoder as Decoder, FunctionalModel as FunctionalModel, fun
 from .moe import MoEConfig as MoEConfig
 from .moe._layer import MoE as MoE
 from .pipeline import Pipelined as Pipelined, PipelineModel as PipelineModel, split_embedding as split_embedding
+from .plan._plan import Option as Option, Plan as Plan, plan as plan
 from .precision.config import FP8Config as FP8Config
 from .precision.transform import FP8Function as FP8Function, fp8 as fp8
 from .profile.record import record as record

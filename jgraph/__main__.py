@@ -21,6 +21,7 @@ _COMMANDS = {
     "export": ("jgraph.export", "Write the model of a run as a Hugging Face folder."),
     "report": ("jgraph.report.__main__", "Compare the curves and settings of runs on one HTML page."),
     "compare": ("jgraph.compare.__main__", "Time two programs in turns, and compare their memory and results."),
+    "plan": ("jgraph.plan.__main__", "Predict which layouts of a model fit on a number of GPUs."),
     "inspect": ("jgraph.inspect.__main__", "Show a pipeline schedule, or the command buffers of a compiled step."),
     "profile": ("jgraph.profile.__main__", "Report the time of each kernel in a recorded trace."),
     "data": ("jgraph.data.__main__", "Tokenize text files, and check or describe token files."),

@@ -1,0 +1,86 @@
+"""The text of a plan: a table of its options, the best command lines, and why others do not fit."""
+
+from jgraph.plan._plan import MARGINS, USABLE, Option, Plan, margin
+from jgraph.plan._speed import EFFICIENCY, FP8_SPEEDUP
+
+_ROWS = 12
+_COLUMNS: list[str] = [
+    *("layout", "precision", "remat", "microbatches"),
+    *("state", "gradients", "gathered", "activations", "buffers", "peak GiB", "exposed", "tokens/s"),
+]
+_GIB = 2**30
+_MOST = 2**16  # GPUs
+
+
+def text(plan: Plan) -> str:
+    """Returns the table, command lines and notes."""
+    fitting = [option for option in plan.options if option.fits]
+    shown = fitting[:_ROWS] or plan.options[:3]
+    lines = [_title(plan), *_table([_COLUMNS, *map(_row, shown)])]
+    if len(fitting) > _ROWS:
+        lines.append(f"and {len(fitting) - _ROWS} slower layouts that fit")
+    if not fitting:
+        lines.append(_too_small(plan))
+    others = len(plan.options) - len(fitting)
+    if others and fitting:
+        lines.append(f"{others} layouts do not fit")
+    for reason, count in sorted(plan.refused.items(), key=lambda item: -item[1])[:3]:
+        lines.append(f"{count} layouts are refused: {reason}")
+    lines += [f"\n{option.command}" for option in plan.best]
+    lines.append(
+        f"\nstate: exact; other memory: predicted; a layout fits if its peak and {MARGINS['dense']:.0%} "
+        f"({MARGINS['experts']:.0%} with experts, {MARGINS['pipeline']:.0%} in a pipeline, "
+        f"{MARGINS['attention of XLA']:.0%} with XLA's attention) are within {USABLE} of the memory. "
+        f"Speeds are estimates: matmuls at {EFFICIENCY:.0%} of the peak rate, x {FP8_SPEEDUP} in FP8, and exposed transfers."
+    )
+    return "\n".join(lines)
+
+
+def _title(plan: Plan) -> str:
+    gpus = f"{plan.gpus} x {plan.gpu.upper()}" if plan.gpus > 1 else plan.gpu.upper()
+    return (
+        f"{plan.name}, {plan.params / 1e9:.2f} billion parameters, {plan.tokens:,} tokens per step on {gpus}, "
+        f"{plan.usable / _GIB:.1f} GiB usable each"
+    )
+
+
+def _row(option: Option) -> list[str]:
+    config, memory, speed = option.config, option.memory, option.speed
+    parts = (memory.state, memory.gradients, memory.gathered, memory.activations, memory.buffers, memory.peak)
+    return [
+        option.layout,
+        config.dtypes.precision,
+        config.compile.remat,
+        str(config.input.num_microbatches),
+        *(f"{number / _GIB:.1f}" for number in parts),
+        f"{speed.exposed / speed.step:.0%}",
+        f"{speed.tokens_per_second:,.0f}",
+    ]
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < 3 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def _too_small(plan: Plan) -> str:
+    """Says that nothing fits, by how much, and how many GPUs the state needs at least."""
+    least = min(plan.options, key=lambda option: option.memory.peak)
+    memory, grows = least.memory, 1 + margin(least.config)
+    needs = 2 * plan.gpus
+    # State and gradients are divided among more GPUs, other arrays stay.
+    while (memory.state + memory.gradients) * plan.gpus / needs > plan.usable / grows - memory.gathered - memory.activations:
+        needs *= 2
+        if needs > _MOST:
+            break
+    is_state = memory.state > plan.usable
+    size, what = (memory.state, "state alone needs") if is_state else (memory.peak * grows, "step with its margin needs")
+    return (
+        f"does not fit on {plan.gpus}, and not on fewer than {needs}: with {least.layout}, the {what} {size / _GIB:.1f} GiB of "
+        f"{plan.usable / _GIB:.1f} GiB"
+    )

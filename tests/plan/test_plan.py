@@ -1,0 +1,151 @@
+"""`jgraph.plan`: exact state, refused layouts, the table, what does not fit, and command lines that parse."""
+
+import dataclasses
+import shlex
+import statistics
+
+import jax
+import pytest
+
+import jgraph
+from jgraph.device import DEVICES
+from jgraph.errors import ConfigError
+from jgraph.plan.__main__ import main
+from jgraph.plan._memory import Predictor
+from jgraph.plan._plan import layouts, margin
+from jgraph.train.__main__ import parse
+from jgraph.train.config import TrainConfig
+from jgraph.train.presets import preset
+from jgraph.train.setup import TrainSetup
+from tests.plan.measured import measured
+
+TINY = preset("cpu-tiny")
+TARGETS = {device.aot: device for device in DEVICES if device.aot}
+
+
+def small(**changes) -> TrainConfig:
+    """A model of a second."""
+    return TINY.changed(model=dataclasses.replace(TINY.model, num_layers=4, d_model=64, d_ff=128), **changes)
+
+
+def placed_bytes(config: TrainConfig) -> int:
+    """Bytes of the state on the first device, after it was made."""
+    state = TrainSetup.from_config(config).init()
+    first = jax.devices()[0]
+    shards = [shard for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards if shard.device == first]
+    return sum(shard.data.nbytes for shard in shards)
+
+
+LAYOUTS = {"dp": 2}, {"fsdp": 4}, {"cp": 2, "tp": 2}, {"pp": 2, "fsdp": 2}
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tp": 2}, *(pytest.param(sizes, marks=pytest.mark.long) for sizes in LAYOUTS)])
+def test_the_state_is_that_of_the_initialized_step(sizes):
+    config = small(**sizes, num_microbatches=2)
+    assert Predictor(TARGETS["h100"]).state(config).total == placed_bytes(config)
+
+
+def test_layouts_are_all_products_of_the_axes():
+    products = list(layouts(TINY, 4))
+    # One of five axes has four devices, or two of them have two.
+    assert len({tuple(sizes.items()) for sizes in products}) == len(products) == 5 + 10
+    assert all(sizes["dp"] * sizes["fsdp"] * sizes["pp"] * sizes["cp"] * sizes["tp"] == 4 for sizes in products)
+    assert {sizes["ep"] for sizes in products} == {1}
+    assert {"dp": 1, "fsdp": 4, "ep": 4, "pp": 1, "cp": 1, "tp": 1} in list(layouts(preset("gpt-moe-tiny"), 4))
+
+
+@pytest.fixture(scope="module")
+def found():
+    return jgraph.plan("cpu-tiny", gpus=2, seq_len=64, batch_size=2)
+
+
+def test_the_table_lists_what_fits_and_the_fastest_first(found):
+    speeds = [option.speed.tokens_per_second for option in found.options]
+    assert all(option.fits for option in found.options)
+    assert speeds == sorted(speeds, reverse=True)
+    text = str(found)
+    assert [option.layout in text for option in found.options] == [True] * len(found.options)
+    assert text.count("python -m jgraph.train") == len(found.best) == 3
+
+
+def test_layouts_that_the_model_refuses_are_counted_with_the_reason():
+    uneven = small()
+    uneven = uneven.changed(model=dataclasses.replace(uneven.model, num_heads=2, num_kv_heads=1))
+    planned = jgraph.plan(uneven, gpus=2, batch_size=2)
+    (reason,) = planned.refused
+    assert reason.startswith("`tp` is 2: must divide")
+    assert all(option.config.parallel.tp == 1 for option in planned.options)
+
+
+def test_a_model_that_does_not_fit_says_on_how_many_gpus_it_may():
+    # 70 billion parameters in two layers, which are traced in a second.
+    wide = TINY.changed(model=dataclasses.replace(TINY.model, num_layers=2, d_model=32768, d_ff=1_000_000, num_heads=256))
+    planned = jgraph.plan(wide, gpus=2, batch_size=2)
+    assert planned.best == ()
+    assert "does not fit on 2, and not on fewer than " in str(planned)
+    assert "the state alone needs " in str(planned)
+    assert "python -m jgraph.train" not in str(planned)
+
+
+def test_the_command_line_of_the_best_is_its_configuration(found):
+    best = found.best[0]
+    words = shlex.split(best.command)
+    config = parse(words[words.index("jgraph.train") + 1 :])
+    assert config is not None
+    assert (config.parallel, config.input, config.compile) == (best.config.parallel, best.config.input, best.config.compile)
+    assert TrainSetup.from_config(config).step.num_devices == 2
+
+
+def test_lora_has_a_smaller_state_and_its_rank_in_the_command_line():
+    full, lora = (jgraph.plan("cpu-tiny", gpus=1, batch_size=1, finetune=kind).best[0] for kind in ("full", "lora"))
+    assert lora.memory.state < 0.6 * full.memory.state  # The frozen weights are a third of the state.
+    assert "--lora.rank 16" in lora.command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"source": "gpt-5"}, "`source` is gpt-5: must be a preset"),
+        ({"gpu": "tpu"}, "`gpu` is 'tpu'"),
+        ({"gpus": 0}, "`gpus` is 0: must be at least 1"),
+        ({"gpus": 7, "batch_size": 1}, "`gpus` is 7: no layout is possible"),
+    ],
+)
+def test_a_wrong_argument_is_refused_in_one_line(arguments, message):
+    with pytest.raises(ConfigError) as error:
+        jgraph.plan(**{"source": "cpu-tiny"} | arguments)
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_the_command_prints_the_table_and_names_flags_in_errors(capsys):
+    assert main(["cpu-tiny", "--gpus", "1", "--batch-size", "1"]) == 0
+    assert "tokens per step on H100" in capsys.readouterr().out
+    assert main(["cpu-tiny", "--gpus", "0"]) == 2
+    assert "--gpus is 0: must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_predicted_peaks_are_within_two_percent_of_measured_ones_in_the_median_and_fit_with_their_margin():
+    errors = {}
+    for step in measured():
+        memory = Predictor(TARGETS[step.gpu]).memory(step.config)
+        assert memory.state == pytest.approx(step.state, rel=1e-3)
+        errors[step.name] = memory.peak / step.peak - 1
+        assert memory.peak * (1 + margin(step.config)) > step.peak, step.name
+    assert statistics.median(map(abs, errors.values())) < 0.02
+
+
+@pytest.mark.long
+@pytest.mark.target
+@pytest.mark.parametrize("changes", [{}, {"remat": "layer"}])
+def test_the_peak_is_that_of_xla_for_a_gpu_that_is_not_present(h200, changes):
+    config = preset("gpt-124m").changed(seq_len=64, batch_size=64, **changes)
+    config = config.changed(model=dataclasses.replace(config.model, num_layers=5, attention="xla"))
+    setup = TrainSetup.from_config(config)
+    report = jgraph.explain(
+        setup.step.jitted(), setup.step.state, setup.batch(), target="h200", compiler_options=setup.options("gpu")
+    )
+    assert report.memory is not None
+    assert Predictor(TARGETS["h200"], "xla").memory(config).peak == pytest.approx(report.memory.total, rel=0.04)
