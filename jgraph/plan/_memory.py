@@ -130,7 +130,8 @@ class Predictor:
         if config.is_pipeline:
             return _of_rank(config, peaks[0][0], slopes[0], counts, 2.0 * self.params)
         grown = [
-            {kind: first[kind] + share * slope[kind] for kind in KINDS} for first, slope in zip(peaks[0], slopes, strict=True)
+            {kind: max(0.0, first[kind] + share * slope[kind]) for kind in KINDS}
+            for first, slope in zip(peaks[0], slopes, strict=True)
         ]
         if _delays_gradients(config):
             return {kind: max(grown[2][kind], grown[3][kind]) for kind in KINDS}

@@ -20,8 +20,8 @@ from jgraph.train.presets import PRESETS
 # JAX uses this share of the memory of a GPU with XLA_CLIENT_MEM_FRACTION=0.93, and three quarters by default.
 USABLE, USED_BY_DEFAULT = 0.93, 0.75
 # Part of the predicted peak that is added before it is compared with the memory. No measured step needs more
-# (notes/develop/measurements/sharding.md). Pipelines are compared with two compiled steps only.
-MARGINS = {"dense": 0.06, "experts": 0.14, "pipeline": 0.2, "attention of XLA": 0.36}
+# (notes/develop/measurements/sharding.md). Pipelines are compared with three compiled steps only.
+MARGIN, MARGIN_OF_PIPELINES, MARGIN_OF_XLA_ATTENTION = 0.17, 0.2, 0.36
 AXES = ("dp", "fsdp", "ep", "pp", "cp", "tp")
 _FLAGS = (*AXES, "num_microbatches", "remat", "precision")
 
@@ -186,11 +186,9 @@ def _best(base: TrainConfig, fields: Mapping[str, object], predictor: Predictor,
 
 def margin(config: TrainConfig) -> float:
     """Returns the part of a predicted peak that is added before it is compared with the memory."""
-    moe = config.hooks.moe
-    has_experts = moe is not None and moe.num_experts > 0
     if attention_of(config) == "xla":
-        return MARGINS["attention of XLA"]
-    return MARGINS["pipeline" if config.is_pipeline else "experts" if has_experts else "dense"]
+        return MARGIN_OF_XLA_ATTENTION
+    return MARGIN_OF_PIPELINES if config.is_pipeline else MARGIN
 
 
 def attention_of(config: TrainConfig) -> Attention:

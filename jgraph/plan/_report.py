@@ -1,6 +1,6 @@
 """The text of a plan: a table of its options, the best command lines, and why others do not fit."""
 
-from jgraph.plan._plan import MARGINS, USABLE, Option, Plan, margin
+from jgraph.plan._plan import MARGIN, MARGIN_OF_PIPELINES, MARGIN_OF_XLA_ATTENTION, USABLE, Option, Plan, margin
 from jgraph.plan._speed import EFFICIENCY, FP8_SPEEDUP
 
 _ROWS = 12
@@ -23,14 +23,13 @@ def text(plan: Plan) -> str:
         lines.append(_too_small(plan))
     others = len(plan.options) - len(fitting)
     if others and fitting:
-        lines.append(f"{others} layouts do not fit")
+        lines.append(f"{others} other layouts do not fit")
     for reason, count in sorted(plan.refused.items(), key=lambda item: -item[1])[:3]:
-        lines.append(f"{count} layouts are refused: {reason}")
+        lines.append(f"refused in {count} layouts: {reason}" if count > 1 else f"refused: {reason}")
     lines += [f"\n{option.command}" for option in plan.best]
     lines.append(
-        f"\nstate: exact; other memory: predicted; a layout fits if its peak and {MARGINS['dense']:.0%} "
-        f"({MARGINS['experts']:.0%} with experts, {MARGINS['pipeline']:.0%} in a pipeline, "
-        f"{MARGINS['attention of XLA']:.0%} with XLA's attention) are within {USABLE} of the memory. "
+        f"\nstate: exact; other memory: predicted; a layout fits if its peak and {MARGIN:.0%} ({MARGIN_OF_PIPELINES:.0%} in a "
+        f"pipeline, {MARGIN_OF_XLA_ATTENTION:.0%} with XLA's attention) are within {USABLE} of the memory. "
         f"Speeds are estimates: matmuls at {EFFICIENCY:.0%} of the peak rate, x {FP8_SPEEDUP} in FP8, and exposed transfers."
     )
     return "\n".join(lines)

@@ -80,7 +80,7 @@ def traffic(config: TrainConfig, state: State, params: int) -> dict[str, float]:
     width, layers = getattr(config.model, "d_model", 0), num_layers(config) / parallel.pp
     residual = 2 * tokens / parallel.cp * width  # of a layer, in bfloat16
     trained = 0 if config.lora.rank else params / parallel.tp / parallel.pp
-    gathers = 2 if parallel.reshard_after_forward else 1
+    gathers = 2 if parallel.gather_per == "pass" else 1
     once = 1 if config.is_pipeline else count
     weights = params / parallel.tp / parallel.pp
     keys = 2 * tokens * 2 * getattr(config.model, "num_kv_heads", 0) * getattr(config.model, "head_size", 0) / parallel.tp

@@ -17,7 +17,7 @@ from jgraph.train.__main__ import parse
 from jgraph.train.config import TrainConfig
 from jgraph.train.presets import preset
 from jgraph.train.setup import TrainSetup
-from tests.plan.measured import measured
+from tests.plan.measured import measured, measured_later
 
 TINY = preset("cpu-tiny")
 TARGETS = {device.aot: device for device in DEVICES if device.aot}
@@ -127,9 +127,10 @@ def test_the_command_prints_the_table_and_names_flags_in_errors(capsys):
 
 @pytest.mark.long
 @pytest.mark.once
-def test_predicted_peaks_are_within_two_percent_of_measured_ones_in_the_median_and_fit_with_their_margin():
+@pytest.mark.parametrize("steps", [measured, measured_later])
+def test_predicted_peaks_are_within_two_percent_of_measured_ones_in_the_median_and_fit_with_their_margin(steps):
     errors = {}
-    for step in measured():
+    for step in steps():
         memory = Predictor(TARGETS[step.gpu]).memory(step.config)
         assert memory.state == pytest.approx(step.state, rel=1e-3)
         errors[step.name] = memory.peak / step.peak - 1
