@@ -83,7 +83,7 @@ class Predictor:
             gradients=sizes["gradient"] + (state.sums if is_summed else 0),
             gathered=sizes["weight"],
             activations=sizes["activation"],
-            buffers=_IN_FLIGHT if parallel.num_devices > parallel.dp else 0,
+            buffers=_IN_FLIGHT if parallel.num_devices > parallel.sizes["dp"] else 0,
         )
 
     def at_least(self, config: TrainConfig) -> float:
@@ -94,7 +94,7 @@ class Predictor:
     def state(self, config: TrainConfig) -> State:
         """Computes the bytes of the state on a device, as `TrainStep` places it. FP8's amax histories are not counted."""
         parallel = config.parallel
-        key = (parallel.fsdp, parallel.ep, parallel.tp, parallel.pp)
+        key = (parallel.sizes["fsdp"], parallel.ep, parallel.tp, parallel.pp)
         if key not in self._states:
             # Replicas of data and context parallelism have the same state.
             chosen = config.changed(precision="bf16", fp8=FP8Config(), remat="nothing", cp=1, **_one_row(config))
@@ -140,7 +140,15 @@ class Predictor:
     def _trace(self, config: TrainConfig, layers: int) -> Lifetimes:
         parallel = config.parallel
         precision = config.dtypes.precision
-        key = (layers, parallel.fsdp, parallel.ep, _rows(config), config.compile.remat, precision, config.input.seq_len)
+        key = (
+            layers,
+            parallel.sizes["fsdp"],
+            parallel.ep,
+            _rows(config),
+            config.compile.remat,
+            precision,
+            config.input.seq_len,
+        )
         if key not in self._traces:
             few = with_layers(config, layers).changed(cp=1, tp=1, pp=1, **_one_row(config, _rows(config)))
             self._traces[key] = self._lifetimes(few)
@@ -189,7 +197,7 @@ def _one_row(config: TrainConfig, rows: int = 1) -> dict[str, int]:
     """Returns the fields of a step of one microbatch with `rows` sequences on each device, and as few replicas as possible."""
     parallel = config.parallel
     dp = parallel.ep if parallel.fsdp == 1 else 1
-    return {"dp": dp, "batch_size": rows * dp * parallel.fsdp, "num_microbatches": 1}
+    return {"dp": dp, "batch_size": rows * dp * parallel.sizes["fsdp"], "num_microbatches": 1}
 
 
 def _rows(config: TrainConfig) -> int:
@@ -202,7 +210,7 @@ def _sizes(config: TrainConfig, trace: Lifetimes, tokens: int) -> Callable[[Stor
     tp, cp = config.parallel.tp, config.parallel.cp
     vocab_size = config.hooks.vocab_size
     # With frozen weights, the delayed operands of adapters need about as much as another copy (measured with llama3-8b).
-    copies = 2 if config.lora.rank and config.compile.remat == "layer" and config.parallel.fsdp > 1 else 1
+    copies = 2 if config.lora.rank and config.compile.remat == "layer" and config.parallel.sizes["fsdp"] > 1 else 1
 
     def size(array: Stored) -> float:
         if array.kind == "gradient":

@@ -1,7 +1,7 @@
 """Moves values that do not depend on the microbatch out of the loop over microbatches. XLA does not."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import jax
 from jax.extend import core
@@ -11,11 +11,13 @@ from jgraph.autodiff.replay import Atom, aval_of
 from jgraph.types import Tree
 
 Once = Literal["casts", "casts and gathers"]
+_Result = TypeVar("_Result")
+
 # What lies between a parameter and its cast.
 _MOVES = {"convert_element_type", "bitcast_convert_type", "reshape", "slice", "squeeze", "split", "transpose", "pvary", "pcast"}
 
 
-def hoisted(once: Once, fn: Callable[..., Tree], *args: Tree) -> tuple[Tree, Callable[..., Tree]]:
+def hoisted(once: Once, fn: Callable[..., _Result], *args: Tree) -> tuple[_Result, Callable[..., _Result]]:
     """Casts arrays that `fn` closes over to smaller dtypes, and optionally all-gathers them, now instead of in each call.
 
     Returns the shapes of the results, and the function for arguments with the shapes of `args`. Casts inside a scan or
@@ -34,7 +36,7 @@ def hoisted(once: Once, fn: Callable[..., Tree], *args: Tree) -> tuple[Tree, Cal
     given |= zip(kept, replay.run(_computing(moves, kept, ()), given, kept), strict=True)
     structure = jax.tree.structure(shapes)
 
-    def call(*args: Tree) -> Tree:
+    def call(*args: Tree) -> _Result:
         env = given | dict(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
         return structure.unflatten(replay.run(inside, env, jaxpr.outvars))
 
