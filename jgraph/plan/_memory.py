@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jgraph.device import Device
+from jgraph.errors import require
 from jgraph.modules import FunctionalModel
 from jgraph.pipeline import find_schedule
 from jgraph.plan._lifetimes import KINDS, Attention, Lifetimes, Sizes, Stored
@@ -233,6 +234,10 @@ def _sizes(config: TrainConfig, trace: Lifetimes, tokens: int) -> Callable[[Stor
 def _of_rank(config: TrainConfig, few: Sizes, slope: Sizes, counts: tuple[int, ...], weights: float) -> Sizes:
     """Scales the peak of a few layers, and its growth over `counts`, to a pipeline rank with its microbatches in flight."""
     pp, pipeline = config.parallel.pp, config.pipeline
+    # With recomputed experts, a trace of more layers can have fewer activations at its peak, so they are not extrapolated.
+    moe = config.hooks.moe
+    is_linear = slope["activation"] > 0 and not (moe and moe.num_experts)
+    require(is_linear, "pp", pp, "1 in a plan of this model: the memory of pipelines with experts is not predicted")
     schedule = find_schedule(pipeline.schedule, pp=pp, chunks=pipeline.chunks, microbatches=config.input.num_microbatches)
     in_flight = float(simulate(schedule).peak({"forward_wgrad": 1 / schedule.num_chunks}).max())
     per_layer = slope["activation"] / max(1, counts[-1] - counts[0])

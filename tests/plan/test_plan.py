@@ -118,6 +118,15 @@ def test_a_wrong_argument_is_refused_in_one_line(arguments, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.long
+@pytest.mark.once
+def test_pipelines_with_experts_are_not_predicted():
+    planned = jgraph.plan("gpt-moe-tiny", gpus=2)
+    assert planned.best
+    assert all(option.config.parallel.pp == 1 and min(dataclasses.astuple(option.memory)) >= 0 for option in planned.options)
+    assert any("pipelines with experts is not predicted" in reason for reason in planned.refused)
+
+
 def test_the_command_prints_the_table_and_names_flags_in_errors(capsys):
     assert main(["cpu-tiny", "--gpus", "1", "--batch-size", "1"]) == 0
     assert "tokens per step on H100" in capsys.readouterr().out
