@@ -176,7 +176,7 @@ class Predictor:
 
 def num_layers(config: TrainConfig) -> int:
     """Returns the number of layers in the settings of the model; 0 if they do not say, and the whole model is traced."""
-    return getattr(config.model, "num_layers", 0)
+    return config.hooks.num_layers
 
 
 def with_layers(config: TrainConfig, count: int) -> TrainConfig:
@@ -236,7 +236,7 @@ def _of_rank(config: TrainConfig, few: Sizes, slope: Sizes, counts: tuple[int, .
     pp, pipeline = config.parallel.pp, config.pipeline
     # With recomputed experts, a trace of more layers can have fewer activations at its peak, so they are not extrapolated.
     moe = config.hooks.moe
-    is_linear = slope["activation"] > 0 and not (moe and moe.num_experts)
+    is_linear = slope["activation"] >= 0 and not (moe and moe.num_experts)
     require(is_linear, "pp", pp, "1 in a plan of this model: the memory of pipelines with experts is not predicted")
     schedule = find_schedule(pipeline.schedule, pp=pp, chunks=pipeline.chunks, microbatches=config.input.num_microbatches)
     in_flight = float(simulate(schedule).peak({"forward_wgrad": 1 / schedule.num_chunks}).max())

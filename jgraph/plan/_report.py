@@ -51,7 +51,8 @@ def _row(option: Option) -> list[str]:
         config.dtypes.precision,
         config.compile.remat,
         str(config.input.num_microbatches),
-        *(f"{number / _GIB:.1f}" for number in parts),
+        # Other arrays are not predicted if the state alone does not fit.
+        *(f"{number / _GIB:.1f}" if number or memory.peak > memory.state else "-" for number in parts),
         f"{speed.exposed / speed.step:.0%}",
         f"{speed.tokens_per_second:,.0f}",
     ]

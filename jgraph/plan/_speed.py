@@ -77,13 +77,13 @@ def traffic(config: TrainConfig, state: State, params: int) -> dict[str, float]:
     parallel, count = config.parallel, config.input.num_microbatches
     share = {axis: (size - 1) / size for axis, size in _axes(config).items()}
     tokens = config.input.microbatch_size * config.input.seq_len // parallel.data_ranks
-    width, layers = getattr(config.model, "d_model", 0), num_layers(config) / parallel.pp
+    width, layers = config.hooks.d_model, num_layers(config) / parallel.pp
     residual = 2 * tokens / parallel.cp * width  # of a layer, in bfloat16
     trained = 0 if config.lora.rank else params / parallel.tp / parallel.pp
     gathers = 2 if parallel.gather_per == "pass" else 1
     once = 1 if config.is_pipeline else count
     weights = params / parallel.tp / parallel.pp
-    keys = 2 * tokens * 2 * getattr(config.model, "num_kv_heads", 0) * getattr(config.model, "head_size", 0) / parallel.tp
+    keys = 2 * tokens * 2 * config.hooks.num_kv_heads * config.hooks.head_size / parallel.tp
     moe = config.hooks.moe
     rows = residual / parallel.tp * (moe.experts_per_token if moe and moe.num_experts else 0)
     return {

@@ -49,6 +49,7 @@ def check_step(batch: InputConfig, step: CompiledStep, local_devices: int) -> No
         return
     place = f"must fit into the {_gib(available)} that JAX uses of a {device.device_kind}"
     more = "" if "XLA_CLIENT_MEM_FRACTION" in os.environ else "; JAX uses more with XLA_CLIENT_MEM_FRACTION=0.93"
+    more += "; python -m jgraph.plan lists the layouts that fit"
     if memory.arguments > available:
         needs = f"the state and batch need {_gib(memory.arguments)} of each device: {place}"
         raise ConfigError(f"{needs}; shard them with `fsdp`, or train adapters with `lora.rank`{more}", field="fsdp")

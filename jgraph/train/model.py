@@ -56,6 +56,18 @@ class ModelSettings(Protocol):
     moe: Experts
     """Settings of experts, for example a `jgraph.MoEConfig`. If missing, the model has no experts."""
 
+    num_layers: int
+    """Number of equal layers. `jgraph.plan` traces two and four of them. If missing, it traces the whole model."""
+
+    d_model: int
+    """Width of the residual stream, for transfers that `jgraph.plan` estimates. If missing, those of `tp` and `pp` are 0."""
+
+    num_kv_heads: int
+    """Heads of keys and values, for the transfers of `cp` that `jgraph.plan` estimates. If missing, they are 0."""
+
+    head_size: int
+    """Width of a head, as `num_kv_heads`."""
+
     def flops(self, sequences: int, length: int) -> float:
         """Computes the FLOPs of loss and gradients, for the logged model FLOPs utilization.
 
@@ -104,6 +116,10 @@ class SettingsHooks:
     scan_layers: bool = False
     attention: str | None = None
     moe: Experts | None = None
+    num_layers: int = 0
+    d_model: int = 0
+    num_kv_heads: int = 0
+    head_size: int = 0
     flops: Callable[[ModelSettings, int, int], float] | None = None
     in_fp8: Callable[[ModelSettings], ModelSettings] = lambda settings: settings
     with_visible_matmuls: Callable[[ModelSettings], ModelSettings] = lambda settings: settings

@@ -443,10 +443,11 @@ def test_a_parser_message_without_a_box_is_printed_in_one_line(monkeypatch, caps
                 "state and batch 3.0 GiB, temporaries 9.0 GiB",
                 "8.0 GiB",
                 "--remat layer",
+                "python -m jgraph.plan lists the layouts that fit",
                 "2 x 3 GiB",
             ),
         ),
-        (9, ("--fsdp", "the state and batch need 9.0 GiB of each device", "8.0 GiB", "--lora.rank")),
+        (9, ("--fsdp", "the state and batch need 9.0 GiB of each device", "8.0 GiB", "--lora.rank", "jgraph.plan")),
     ],
 )
 def test_a_step_that_does_not_fit_names_what_needs_the_memory(arguments, words, monkeypatch):
