@@ -21,8 +21,6 @@ class Device:
     source: str = "datasheet"  # of the rates
     fp8_flops_per_second: float | None = None  # of dense FP8 matmuls; None if the GPU has none
     capability: tuple[int, int] = (9, 0)  # NVIDIA's compute capability
-    memory_bytes: int | None = None  # as the driver reports it; None if the GPU is not a target
-    network_bytes_per_second: float | None = None  # of the network adapter of each GPU, in one direction; None if not a target
 
     @property
     def has_fp8(self) -> bool:
@@ -36,32 +34,12 @@ class Device:
 
 _MEASURED = "matmuls: datasheet; copies and links: measured 2026-11-21, jax 0.11.2"
 # From NVIDIA's datasheets of H100 (SXM, PCIe), H200, HGX B200 (4.5 PFLOP/s with sparsity, 7.7 TB/s per GPU), A100 and L40S.
-# If a datasheet gives only the rate with sparsity, half of it. Memory: the descriptions of targets in `xla/`. Network: one
-# adapter of 400 Gbit/s for each GPU, as in NVIDIA's DGX machines.
+# If a datasheet gives only the rate with sparsity, half of it.
 DEVICES = (
-    Device("NVIDIA H200", 989e12, 4.276e12, 3.276e11, "h200", _MEASURED, 1979e12, (9, 0), 151397597184, 50e9),
-    Device(
-        "NVIDIA H100 80GB HBM3",
-        989e12,
-        3.35e12,
-        None,
-        "h100",
-        fp8_flops_per_second=1979e12,
-        memory_bytes=84942979072,
-        network_bytes_per_second=50e9,
-    ),
+    Device("NVIDIA H200", 989e12, 4.276e12, 3.276e11, "h200", _MEASURED, 1979e12),
+    Device("NVIDIA H100 80GB HBM3", 989e12, 3.35e12, None, "h100", fp8_flops_per_second=1979e12),
     Device("NVIDIA H100 PCIe", 756e12, 2.0e12, fp8_flops_per_second=1513e12),
-    Device(
-        "NVIDIA B200",
-        2250e12,
-        7.7e12,
-        None,
-        "b200",
-        fp8_flops_per_second=4500e12,
-        capability=(10, 0),
-        memory_bytes=191514411008,
-        network_bytes_per_second=50e9,
-    ),
+    Device("NVIDIA B200", 2250e12, 7.7e12, None, "b200", fp8_flops_per_second=4500e12, capability=(10, 0)),
     Device("NVIDIA A100-SXM4-80GB", 312e12, 2.039e12, capability=(8, 0)),
     Device("NVIDIA A100 80GB PCIe", 312e12, 1.935e12, capability=(8, 0)),
     Device("NVIDIA A100-SXM4-40GB", 312e12, 1.555e12, capability=(8, 0)),

@@ -1,6 +1,7 @@
 """Names of parameters: one spelling for every leaf of a tree, patterns that select leaves, and trees with selected leaves."""
 
 import fnmatch
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -32,6 +33,16 @@ def is_key(leaf: Any) -> bool:
 def key_data(leaf: Any) -> Any:
     """Returns the integers of a random key, and any other leaf itself."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
+
+
+def shard_shape(leaf: Any) -> tuple[int, ...]:
+    """Returns the shape of one device's part of an array or a `jax.ShapeDtypeStruct`."""
+    return tuple(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
+
+
+def shard_nbytes(tree: Tree, itemsize: int | None = None) -> int:
+    """Returns the bytes of one device's parts of a tree, with `itemsize` bytes per element or those of the dtypes."""
+    return sum(math.prod(shard_shape(leaf)) * (itemsize or leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree))
 
 
 def was_donated(tree: Tree) -> bool:

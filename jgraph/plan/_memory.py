@@ -18,7 +18,7 @@ from jgraph.precision.config import FP8Config
 from jgraph.schedule import simulate
 from jgraph.train.config import TrainConfig
 from jgraph.train.setup import TrainSetup
-from jgraph.types import Tree
+from jgraph.tree import shard_nbytes, shard_shape
 
 # Combined collectives in flight: XLA joins them up to 128 MiB (`strategies/sharding.py`). Measured steps on several GPUs
 # need 0 to 1.2 GiB more than their traces say (notes/develop/measurements/sharding.md).
@@ -103,7 +103,7 @@ class Predictor:
             trained = setup.step.bound.layout.trained.params
             sums = [leaf for name, leaf in setup.step.state.params.items() if name in trained]
             itemsize = jax.numpy.dtype(config.dtypes.main_grads_dtype).itemsize
-            self._states[key] = State(_nbytes(setup.step.state), _nbytes(sums, itemsize))
+            self._states[key] = State(shard_nbytes(setup.step.state), shard_nbytes(sums, itemsize))
             self._sharded.append((_shards(config), self._states[key]))
             self.params = sum(leaf.size for leaf in jax.tree.leaves(setup.model.shapes))
         return self._states[key]
@@ -169,7 +169,7 @@ class Predictor:
             closed = jax.make_jaxpr(lambda params, carry, key, batch: run(params, batch, key, carry))(*args)
         varying = [False] * len(jax.tree.leaves(args[:3])) + [True] * len(jax.tree.leaves(batch))
         shapes = [leaf.shape for leaf in jax.tree.leaves(setup.model.shapes)]
-        shapes += [_shard(leaf) for leaf in step.state.params.values()]
+        shapes += [shard_shape(leaf) for leaf in step.state.params.values()]
         params = frozenset(tuple(shape) for shape in shapes if len(shape) > 1)
         return Lifetimes.of(closed, varying, params=params, length=config.input.seq_len, attention=self.attention)
 
@@ -245,13 +245,3 @@ def _of_rank(config: TrainConfig, few: Sizes, slope: Sizes, counts: tuple[int, .
     activations = outer["activation"] + in_flight * math.ceil(num_layers(config) / pp) * per_layer
     # A rank casts and gathers its weights once per step, and main_grad has the gradients of its layers.
     return {"weight": weights / (pp * config.parallel.tp), "gradient": outer["gradient"], "activation": activations}
-
-
-def _shard(leaf: Any) -> tuple[int, ...]:
-    return tuple(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
-
-
-def _nbytes(tree: Tree, itemsize: int | None = None) -> int:
-    """Returns the bytes of a tree of shapes on a device."""
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(_shard(leaf)) * (itemsize or leaf.dtype.itemsize) for leaf in leaves)

@@ -5,7 +5,6 @@ The traced steps are steps of the run on its own state, so no work is wasted.
 
 import gzip
 import json
-import math
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from jgraph.train.metrics import peak_memory_bytes
 from jgraph.train.presets import PRESETS
 from jgraph.train.rundir import RunDir, versions
 from jgraph.train.setup import TrainSetup
+from jgraph.tree import shard_nbytes
 from jgraph.xla.launches import profiler_options
 
 # Without this option, XLA can skip command buffers under a profiler.
@@ -171,14 +171,8 @@ def _memory(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
 
     The pool `temporaries` has the temporary arrays of the compiled step that are not predicted.
     """
-
-    def size(tree: Any) -> int:
-        shards = [
-            leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(tree)
-        ]
-        return sum(math.prod(shard) * leaf.dtype.itemsize for shard, leaf in zip(shards, jax.tree.leaves(tree), strict=True))
-
-    state_bytes = {"parameters": size(setup.step.state.params), "optimizer": size(setup.step.state.opt_state)}
+    state = setup.step.state
+    state_bytes = {"parameters": shard_nbytes(state.params), "optimizer": shard_nbytes(state.opt_state)}
     found = setup.step.bound.reports.predict_memory(batch_shapes(setup.config.input, setup.config.input.batch_size))
     pools = {name.replace("forward_", "residuals to "): size for name, size in found.sizes.items()}
     predicted = sum((*state_bytes.values(), *pools.values())) if found.covers == "whole" else None
