@@ -16,6 +16,7 @@ from jgraph.plan._memory import Memory, Predictor, State
 from jgraph.plan._speed import Speed, estimate
 from jgraph.train.config import TrainConfig
 from jgraph.train.presets import PRESETS
+from jgraph.xla import aot
 
 # JAX uses this share of the memory of a GPU with XLA_CLIENT_MEM_FRACTION=0.93, and three quarters by default.
 USABLE, USED_BY_DEFAULT = 0.93, 0.75
@@ -129,7 +130,7 @@ def plan(
     check_choice("precision", precision, ("bf16", "fp8", "both"))
     base = _base(source, seq_len, finetune)
     base = base.changed(batch_size=batch_size or max(base.input.batch_size, gpus))
-    usable = USABLE * (device.memory_bytes or 0)
+    usable = USABLE * aot.memory_of(gpu)
     predictor = Predictor(device, attention_of(base))
     found: list[Option] = []
     refused: Counter[str] = Counter()

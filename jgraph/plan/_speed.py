@@ -19,6 +19,8 @@ FP8_SPEEDUP = 1.33
 # Share of the transfers of an axis beside matmuls: the reductions of `dp` come after the last backward.
 HIDDEN = {"dp": 0.0, "fsdp": 0.8, "cp": 0.0, "tp": 0.5, "ep": 0.5, "pp": 1.0}
 GPUS_PER_NODE = 8
+# Of the network adapter of each GPU, in one direction: 400 Gbit/s, as in NVIDIA's DGX machines.
+NETWORK_BYTES_PER_SECOND = 50e9
 
 
 @dataclass(frozen=True)
@@ -101,20 +103,17 @@ def traffic(config: TrainConfig, state: State, params: int) -> dict[str, float]:
 
 def bandwidth(config: TrainConfig, device: Device, axis: str) -> float:
     """Returns the bytes per second that a GPU receives from the others of a mesh axis."""
-    # The order of the mesh, innermost last. Consecutive devices share a node.
+    # The mesh has the order of these sizes, innermost last. Consecutive devices share a node.
     sizes = _axes(config)
-    order = ["dp", "pp", "fsdp", "cp", "tp"]
+    order = list(config.parallel.sizes)
     position = order.index("fsdp" if axis == "ep" else axis)
     stride = math.prod(sizes[name] for name in order[position + 1 :])
     neighbours = max(1, min(sizes[axis], GPUS_PER_NODE // stride))
     link = device.link_bytes_per_second or DEVICES[0].link_bytes_per_second
-    network = device.network_bytes_per_second
     assert link is not None, "the first device is measured"
-    assert network is not None, "a target has a network"
     # Each GPU of a node has an adapter, and a collective uses those of all its GPUs.
-    return link if sizes[axis] <= neighbours else min(link, network * neighbours)
+    return link if sizes[axis] <= neighbours else min(link, NETWORK_BYTES_PER_SECOND * neighbours)
 
 
 def _axes(config: TrainConfig) -> dict[str, int]:
-    parallel = config.parallel
-    return {name: getattr(parallel, name) for name in ("dp", "fsdp", "cp", "tp", "ep", "pp")}
+    return config.parallel.sizes | {"ep": config.parallel.ep}

@@ -227,7 +227,7 @@ def _compile_only_devices(library: str, gpu: str, count: int) -> tuple[JaxDevice
     """Returns compile-only devices for the description in GPU.textproto, from the plugin `library`."""
     from jaxlib import xla_client
 
-    description = importlib.resources.files("jgraph.xla").joinpath(f"{gpu}.textproto").read_text()
+    description = _description(gpu)
     # The public `jax.experimental.topologies.get_topology_desc` takes the plugin from JAX's registry, where it becomes a
     # backend that the next `jax.devices()` tries to start. Therefore this function and the next use private ones of jaxlib.
     try:
@@ -236,6 +236,17 @@ def _compile_only_devices(library: str, gpu: str, count: int) -> tuple[JaxDevice
         return tuple(topology._make_compile_only_devices())
     except (jax.errors.JaxRuntimeError, AttributeError, TypeError) as e:
         raise TargetError(f"the CUDA plugin {library} does not fit jaxlib {version()}: {e}") from e
+
+
+def _description(gpu: str) -> str:
+    return importlib.resources.files("jgraph.xla").joinpath(f"{gpu}.textproto").read_text()
+
+
+def memory_of(gpu: str) -> int:
+    """Returns the bytes of memory in the description of a GPU, as its driver reports them."""
+    found = re.search(r"\bdevice_memory_size: (\d+)", _description(gpu))
+    assert found is not None, "a description has the memory"
+    return int(found[1])
 
 
 @functools.cache
