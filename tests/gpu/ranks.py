@@ -10,17 +10,17 @@ from jgraph.dispatch import check_devices
 from jgraph.exits import end_with
 from jgraph.moe.config import MoEConfig
 from jgraph.processes import connect
+from jgraph.step.compiled import CompiledStep
 from jgraph.train.config import OptimizerConfig, TrainConfig
 from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import GPTConfig
 
-STEPS = 5
 MODEL = GPTConfig(
     num_layers=2, d_model=64, num_heads=4, num_kv_heads=4, d_ff=128, vocab_size=256, attention="xla", compute_dtype="float32"
 )
 EXPERTS = replace(MODEL, mlp="swiglu", moe=MoEConfig(num_experts=4, experts_per_token=2, capacity=2))
 CONFIG = TrainConfig.from_fields(
-    steps=STEPS,
+    steps=5,
     batch_size=16,
     num_microbatches=4,
     seq_len=32,
@@ -37,18 +37,23 @@ def layouts(count: int) -> dict[str, TrainConfig]:
 
 
 def losses(config: TrainConfig) -> list[float]:
-    """Returns the losses of the first steps."""
+    """Returns the losses of the steps of a run."""
+    return trained(config)[0]
+
+
+def trained(config: TrainConfig) -> tuple[list[float], CompiledStep]:
+    """Returns the losses of the steps of a run, and its step."""
     setup = TrainSetup.from_config(config)
     with jax.default_matmul_precision("highest"):
         step = setup.compile_step()
     state, values = setup.init(), []
     rng = np.random.default_rng(0)
     shape = config.input.batch_size, config.input.seq_len + 1
-    for _ in range(STEPS):
-        tokens_BS = rng.geometric(0.05, shape).astype(np.int32) % MODEL.vocab_size
+    for _ in range(config.steps):
+        tokens_BS = rng.geometric(0.05, shape).astype(np.int32) % config.model.vocab_size
         state, metrics = step(state, setup.step.place(tokens_BS[setup.step.batch_rows(shape[0])]))
         values.append(float(metrics.loss))
-    return values
+    return values, step
 
 
 def main() -> int:

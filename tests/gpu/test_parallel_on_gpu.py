@@ -7,9 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jgraph.train.config import OptimizerConfig, TrainConfig
-from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import GPTConfig
+from tests.gpu import ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -17,28 +16,13 @@ STEPS = 20
 MODEL = GPTConfig(
     num_layers=4, d_model=128, num_heads=2, num_kv_heads=2, d_ff=256, vocab_size=256, attention="xla", compute_dtype="float32"
 )
-CONFIG = TrainConfig.from_fields(
-    steps=STEPS,
-    batch_size=16,
-    num_microbatches=4,
-    seq_len=32,
-    model=MODEL,
-    optimizer=OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=1e-3),
-)
+CONFIG = ranks.CONFIG.changed(steps=STEPS, model=MODEL)
 
 
 @functools.cache
 def losses(config):
     """Returns the losses of `STEPS` steps and the capture report."""
-    setup = TrainSetup.from_config(config)
-    with jax.default_matmul_precision("highest"):
-        step = setup.compile_step()
-    state, values = setup.init(), []
-    rng = np.random.default_rng(0)
-    for _ in range(STEPS):
-        tokens_BS = rng.geometric(0.05, (config.input.batch_size, config.input.seq_len + 1)).astype(np.int32) % MODEL.vocab_size
-        state, metrics = step(state, setup.step.place(tokens_BS))
-        values.append(float(metrics.loss))
+    values, step = ranks.trained(config)
     return values, step.capture
 
 
