@@ -2,10 +2,11 @@
 
 python -m benchmarks.microbatches --out microbatches.json
 python -m benchmarks.microbatches --out microbatches.json --presets cpu-tiny --sizes tiny --counts 1 2    # on a CPU
+python -m benchmarks.microbatches --out gathers.json --presets gpt-1b3 --fsdp 2 --gathers step pass --unrolled
 
 The global batch is the same for every count. All programs of a preset are compiled at once, in threads, and take turns.
 `M unrolled` has M microbatches in the body of the loop; `M serialized` is the same without concurrent kernels in a CUDA
-graph. They are no options of the library.
+graph. They are no options of the library. `M gathered per step` has another choice of `--gather-per`.
 """
 
 import functools
@@ -49,6 +50,10 @@ class MicrobatchOptions:
     """Numbers of microbatches."""
     unrolled: tuple[int, ...] = (2,)
     """Numbers of microbatches that are also timed unrolled, and unrolled and serialized."""
+    gathers: tuple[Literal["step", "pass"], ...] = ()
+    """Other choices of `--gather-per` to time for every number of microbatches."""
+    fsdp: int = 1
+    """Devices that hold parts of the state."""
     rounds: int = 3
     """Turns of each program."""
     seconds: float = 0.3
@@ -65,9 +70,9 @@ def main(options: MicrobatchOptions) -> None:
     Args:
         options: Flags.
     """
-    device = f"1 x {jax.devices()[0].device_kind}"
+    device = f"{options.fsdp} x {jax.devices()[0].device_kind}"
     for preset in options.presets:
-        config = preset_config(preset, Options(sizes=options.sizes)).changed(batch_size=options.batch_size)
+        config = preset_config(preset, Options(sizes=options.sizes)).changed(batch_size=options.batch_size, fsdp=options.fsdp)
         rows = list(timed(list(programs(config, options)), config, options))
         store(options.out, f"{preset}, {options.batch_size} sequences", options, rows, device=device)
 
@@ -76,10 +81,15 @@ def programs(config: TrainConfig, options: MicrobatchOptions) -> Iterator[tuple[
     """Yields the row, the setup and the lowered step of each program. Traces in turn: a patch applies to all threads."""
     variants = [(count, "") for count in options.counts]
     variants += [(count, how) for count in options.unrolled for how in ("unrolled", "serialized")]
+    variants += [(count, f"gathered per {how}") for count in options.counts for how in options.gathers]
     for count, how in variants:
-        xla_options = (*config.compile.xla_options, *([_SERIALIZED] if how == "serialized" else []))
-        with mock.patch(_ACCUMULATE, functools.partial(_unrolled, count) if how else accumulate):
-            setup = TrainSetup.from_config(config.changed(num_microbatches=count, xla_options=xla_options))
+        changes: dict[str, Any] = {"num_microbatches": count}
+        if how == "serialized":
+            changes["xla_options"] = (*config.compile.xla_options, _SERIALIZED)
+        elif how.startswith("gathered"):
+            changes["gather_per"] = how.split()[-1]
+        with mock.patch(_ACCUMULATE, functools.partial(_unrolled, count) if how in ("unrolled", "serialized") else accumulate):
+            setup = TrainSetup.from_config(config.changed(**changes))
             lowered = setup.step.lower(setup.batch())
         yield {"system": "jgraph", "variant": f"{count} {how}".strip()}, setup, lowered
 

@@ -6,7 +6,8 @@ python -m benchmarks.restarts --out restarts.json --sizes tiny --kills 2    # on
 The part `kills` trains with one process per GPU, with one process that has all GPUs, and with processes that are killed one by
 one at random steps. The row of a kill has the seconds from SIGKILL until the other processes have ended (`exit_s`), all have
 started again (`start_s`), the state is restored (`resume_s`), and the next step is done (`first_step_s`). It also has the
-phases of that start on process 0, as in `benchmarks.startup`. `differs` compares the losses with those of the first run.
+phases of that start on process 0, as in `benchmarks.startup`. `differs` compares the losses with those of the first run; the
+second run, which is the same, shows what kernels that add in a different order change.
 
 The part `network` trains with sharded and with partly sharded state, over the links of the machine and over sockets.
 """
@@ -159,12 +160,13 @@ class Runs:
 
 
 def kills(runs: Runs) -> Iterator[Row]:
-    """Yields the rows of runs with one process per GPU, with one process, and with kills."""
+    """Yields the rows of runs with one process per GPU, twice, with one process, and with kills."""
     options = runs.options
     layout = ("--fsdp", str(options.processes))
     several, one, killed = f"{options.processes} processes", "1 process", f"{options.kills} kills"
     yield runs.timed(several, *layout, processes=options.processes)
-    yield runs.timed(one, *layout, processes=1) | runs.difference(one, several)
+    for name, processes in ((f"{several} again", options.processes), (one, 1)):
+        yield runs.timed(name, *layout, processes=processes) | runs.difference(name, several)
     flags = (*layout, "--log-every", "1", "--checkpoint-every", str(options.every))
     with runs.started(killed, *flags, processes=options.processes) as lines:
         found = list(watched(lines, runs.folder / killed / "ranks", options))

@@ -306,11 +306,21 @@ def test_unrolled_microbatches_need_more_memory_than_a_loop_over_them(tmp_path):
     out = tmp_path / "microbatches.json"
     microbatches.main(
         microbatches.MicrobatchOptions(
-            out=out, presets=("launch-bound",), batch_size=2, counts=(2,), rounds=1, seconds=0.01, sizes="tiny"
+            out=out,
+            presets=("launch-bound",),
+            batch_size=4,
+            counts=(2,),
+            gathers=("step",),
+            fsdp=2,
+            rounds=1,
+            seconds=0.01,
+            sizes="tiny",
         )
     )
-    rows = {row["variant"]: row for row in read(out)["launch-bound, 2 sequences"]["rows"]}
-    assert list(rows) == ["2", "2 unrolled", "2 serialized"]
+    work = read(out)["launch-bound, 4 sequences"]
+    rows = {row["variant"]: row for row in work["rows"]}
+    assert work["device"].startswith("2 x ")
+    assert list(rows) == ["2", "2 unrolled", "2 serialized", "2 gathered per step"]
     assert rows["2"]["temp_bytes"] < rows["2 unrolled"]["temp_bytes"]
     assert not any(unknown_keys(row) for row in rows.values())
 
