@@ -2,11 +2,11 @@
 
 python -m benchmarks.microbatches --out microbatches.json
 python -m benchmarks.microbatches --out microbatches.json --presets cpu-tiny --sizes tiny --counts 1 2    # on a CPU
-python -m benchmarks.microbatches --out gathers.json --presets gpt-1b3 --fsdp 2 --gathers step pass --unrolled
+python -m benchmarks.microbatches --out gathers.json --presets gpt-1b3 --batch-size 16 --fsdp 2 --unrolled
 
 The global batch is the same for every count. All programs of a preset are compiled at once, in threads, and take turns.
 `M unrolled` has M microbatches in the body of the loop; `M serialized` is the same without concurrent kernels in a CUDA
-graph. They are no options of the library. `M gathered per step` has another choice of `--gather-per`.
+graph. They are no options of the library.
 """
 
 import functools
@@ -50,10 +50,8 @@ class MicrobatchOptions:
     """Numbers of microbatches."""
     unrolled: tuple[int, ...] = (2,)
     """Numbers of microbatches that are also timed unrolled, and unrolled and serialized."""
-    gathers: tuple[Literal["step", "pass"], ...] = ()
-    """Other choices of `--gather-per` to time for every number of microbatches."""
     fsdp: int = 1
-    """Devices that hold parts of the state."""
+    """Devices that hold parts of the state. With several, every number of microbatches is also timed with `--gather-per pass`."""
     rounds: int = 3
     """Turns of each program."""
     seconds: float = 0.3
@@ -81,13 +79,13 @@ def programs(config: TrainConfig, options: MicrobatchOptions) -> Iterator[tuple[
     """Yields the row, the setup and the lowered step of each program. Traces in turn: a patch applies to all threads."""
     variants = [(count, "") for count in options.counts]
     variants += [(count, how) for count in options.unrolled for how in ("unrolled", "serialized")]
-    variants += [(count, f"gathered per {how}") for count in options.counts for how in options.gathers]
+    variants += [(count, "gathered per pass") for count in options.counts if options.fsdp > 1]
     for count, how in variants:
         changes: dict[str, Any] = {"num_microbatches": count}
         if how == "serialized":
             changes["xla_options"] = (*config.compile.xla_options, _SERIALIZED)
-        elif how.startswith("gathered"):
-            changes["gather_per"] = how.split()[-1]
+        elif how == "gathered per pass":
+            changes["gather_per"] = "pass"
         with mock.patch(_ACCUMULATE, functools.partial(_unrolled, count) if how in ("unrolled", "serialized") else accumulate):
             setup = TrainSetup.from_config(config.changed(**changes))
             lowered = setup.step.lower(setup.batch())

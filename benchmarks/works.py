@@ -162,7 +162,7 @@ def _with_setting(config: TrainConfig, name: str, value: str) -> TrainConfig:
         case "grads", _:
             return config.changed(main_grads_dtype=value, decoupled_grad=True)
         case "reshard", _:
-            return config.changed(gather_per="pass" if _parsed(value, False) else "microbatch")
+            return config.changed(gather_per="pass" if _parsed(value, False) else "step")
         case "capacity", _:
             return config.changed(model=replace(config.model, moe=replace(config.model.moe, capacity=float(value))))
         case "layout", "ep":

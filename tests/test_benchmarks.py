@@ -310,7 +310,6 @@ def test_unrolled_microbatches_need_more_memory_than_a_loop_over_them(tmp_path):
             presets=("launch-bound",),
             batch_size=4,
             counts=(2,),
-            gathers=("step",),
             fsdp=2,
             rounds=1,
             seconds=0.01,
@@ -320,7 +319,7 @@ def test_unrolled_microbatches_need_more_memory_than_a_loop_over_them(tmp_path):
     work = read(out)["launch-bound, 4 sequences"]
     rows = {row["variant"]: row for row in work["rows"]}
     assert work["device"].startswith("2 x ")
-    assert list(rows) == ["2", "2 unrolled", "2 serialized", "2 gathered per step"]
+    assert list(rows) == ["2", "2 unrolled", "2 serialized", "2 gathered per pass"]
     assert rows["2"]["temp_bytes"] < rows["2 unrolled"]["temp_bytes"]
     assert not any(unknown_keys(row) for row in rows.values())
 
@@ -409,7 +408,7 @@ def test_the_variant_name_selects_the_fp8_recipe():
 def test_a_variant_sets_jgraph_settings_and_xla_options():
     config = fsdp.config_of("gpt-7b", 4, fsdp.Options())
     varied = works.vary(config, "reshard=yes graph=full xla_an_option=a=b")
-    assert (config.parallel.fsdp, config.input.batch_size, config.parallel.gather_per) == (4, 8, "microbatch")
+    assert (config.parallel.fsdp, config.input.batch_size, config.parallel.gather_per) == (4, 8, "step")
     assert (varied.compile.graph, varied.parallel.gather_per) == ("full", "pass")
     assert works.vary(config, "fp8=delayed").fp8.recipe == "delayed"
     experts = works.vary(fsdp.config_of("gpt-moe", 4, fsdp.Options()), "layout=ep num_microbatches=2 capacity=1.75")

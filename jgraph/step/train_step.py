@@ -415,8 +415,8 @@ class TrainStep:
             CompilerOptionError: If an option is not `name=value`, or the installed XLA does not have it.
         """
         # Without options of the strategy that the installed XLA does not have.
-        chosen = (*known(self.bound.xla_options, platform), *xla_options)
-        return compiler_options(graph, chosen, platform=platform, num_devices=self.num_devices)
+        chosen = compiler_options("auto", known(self.bound.xla_options, platform), platform=platform)
+        return chosen | compiler_options(graph, xla_options, platform=platform, num_devices=self.num_devices)
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Lowers the step as one program that computes gradients and update. Does not compile or run it.

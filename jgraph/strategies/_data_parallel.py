@@ -43,7 +43,7 @@ class DataParallel:
     packing: Layout[Arrays]  # of the gathered arrays on a device, from the parameters of the loss
     layout: Layout[Params]  # of the arrays of the step
     shards: Mapping[str, Shard]  # over `fsdp`, with the dtypes of the working copies; empty without this axis
-    gather_per: GatherPer = "microbatch"
+    gather_per: GatherPer = "step"
 
     @classmethod
     def bind(
@@ -52,7 +52,7 @@ class DataParallel:
         objective: Objective,
         choices: FSDPChoices | None = None,
         *,
-        gather_per: GatherPer = "microbatch",
+        gather_per: GatherPer = "step",
     ) -> Self:
         """Binds a loss function. With FP8, traces the loss to find the matmuls. Without choices, replicates all arrays."""
         fn = check_function(objective.loss)
@@ -121,7 +121,7 @@ class DataParallel:
             dtype=objective.grads_dtype,
             reductions=reductions,
             at_once=at_once,
-            once="casts and gathers" if self.gather_per == "step" else "casts",
+            once="casts" if self.gather_per == "pass" else "casts and gathers",
         )
         sums, grads = over_batch(params, batch, key)
         sums = finished(reductions, sums, num_microbatches, axes, devices)

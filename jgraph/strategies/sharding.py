@@ -29,7 +29,7 @@ Aux = TypeVar("Aux")
 PullBack = TypeVar("PullBack", bound=Callable[..., tuple])
 AXIS = Axis.FSDP.value
 Sharded = Literal["everything", "experts"]
-GatherPer = Literal["step", "microbatch", "pass"]
+GatherPer = Literal["step", "pass"]
 
 # Fastest on four H200s (GPT 1.3B: 275.3 -> 265.7 ms, notes/develop/measurements/sharding.md): few long collectives beside
 # matmuls.
@@ -38,14 +38,18 @@ _XLA_OPTIONS = (
     "xla_gpu_all_gather_combine_threshold_bytes=134217728",
     "xla_gpu_reduce_scatter_combine_threshold_bytes=134217728",
 )
+# Transfers between GPUs of one process by copy engines, which do not wait for multiprocessors as NCCL's kernels do. GPT 1.3B over
+# two H200s: 290.4 -> 270.7 ms (notes/develop/measurements/sharding.md). Between processes, XLA uses NCCL.
+_TENSOR_XLA_OPTIONS = ("xla_gpu_collective_permute_mode=COLLECTIVES_PEER_MEMORY",)
 
 
 def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
     """Returns XLA options, `name=value`, of a step with collectives (`fsdp`, `context`, `tensor`) or FP8 matmuls."""
     has_collectives = mesh is not None and max(mesh.shape.get(axis, 1) for axis in (AXIS, *PARTITIONED_AXES)) > 1
     of_collectives = _XLA_OPTIONS if has_collectives else ()
+    of_tensor = _TENSOR_XLA_OPTIONS if mesh is not None and mesh.shape.get(Axis.TENSOR, 1) > 1 else ()
     of_fp8 = FP8_XLA_OPTIONS if fp8 and not fp8.calibrates else ()
-    return (*of_collectives, *of_fp8)
+    return (*of_collectives, *of_tensor, *of_fp8)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

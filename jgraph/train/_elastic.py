@@ -21,7 +21,7 @@ def placed(config: TrainConfig, available: int, most: int | None) -> tuple[Train
     require(size > 0 and rest == 0, name, "auto", allowed)
     fields: dict[str, Any] = {name: size}
     if name == "fsdp" and size == 1:
-        fields |= {"gather_per": "microbatch", "shard_rules": ()}  # they have no effect on one device
+        fields |= {"gather_per": "step", "shard_rules": ()}  # they have no effect on one device
     try:
         config = config.changed(**fields)
     except ConfigError as e:

@@ -28,9 +28,9 @@ class ParallelConfig:
     """Devices that the tokens of each sequence are divided between. Two times `cp` must divide `seq_len`."""
     tp: int = may_change(1, OTHER_DEVICES)
     """Devices that each matrix is split over: attention heads, hidden units of MLPs and experts, and the vocabulary."""
-    gather_per: Literal["step", "microbatch", "pass"] = may_change("microbatch", OTHER_DEVICES)
-    """With `fsdp`: gather parameters once per `step` (less traffic, more memory), per `microbatch`, or per `pass`, forward
-    and again backward (more traffic, less memory)."""
+    gather_per: Literal["step", "pass"] = may_change("step", OTHER_DEVICES)
+    """With `fsdp`: gather parameters once per `step`, or in every `pass` of every microbatch, forward and again backward (more
+    traffic, less memory)."""
     shard_rules: tuple[str, ...] = may_change((), OTHER_DEVICES)
     """With `fsdp`: PATTERN=AXIS, the axis to shard the matching parameters along, e.g. '*/down/kernel=1'."""
 
@@ -53,7 +53,7 @@ class ParallelConfig:
         divided, ranks = ("fsdp", fsdp) if fsdp > 1 else ("dp", self.data_ranks)
         hint = "; experts are sharded over devices of `fsdp` or `dp`" if ranks == 1 else ""
         check_field(self, "ep", ranks % self.ep == 0, f"a divisor of `{divided}` {ranks}{hint}")
-        check_field(self, "gather_per", fsdp > 1 or self.gather_per == "microbatch", "microbatch if `fsdp` is 1")
+        check_field(self, "gather_per", fsdp > 1 or self.gather_per == "step", "step if `fsdp` is 1")
         check_field(self, "shard_rules", fsdp > 1 or not self.shard_rules, "empty if `fsdp` is 1")
 
     @property

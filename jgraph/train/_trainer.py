@@ -215,7 +215,10 @@ class _Run:
         """Compiles the step and prints its XLA options, capture and pipeline."""
         step = setup.compile_step()
         check_step(setup.config.input, step, setup.step.num_devices // jax.process_count())
-        if chosen := known(setup.step.bound.xla_options, jax.default_backend()):
+        platform = jax.default_backend()
+        texts, used = known(setup.step.bound.xla_options, platform), setup.options(platform)
+        own = compiler_options("auto", texts, platform=platform)
+        if chosen := [text for text, name in zip(texts, own, strict=True) if used[name] == own[name]]:
             self.reporter.line(f"XLA options chosen for this step: {' '.join(chosen)}")
         if step.capture is not None:
             self.reporter.line(str(step.capture))

@@ -132,7 +132,7 @@ class TrainConfig:
         require(grads_dtype == "float32", "main_grads_dtype", grads_dtype, f"float32 in a pipeline; {advice}")
         advice = "a rank gathers its stages once per step; to save memory, use more ranks (`pp`) or `remat` layer"
         gather_per = self.parallel.gather_per
-        require(gather_per != "pass", "gather_per", gather_per, f"step or microbatch in a pipeline; {advice}")
+        require(gather_per != "pass", "gather_per", gather_per, f"step in a pipeline; {advice}")
         if self.pipeline.pp_engine == "dispatch":
             # The balance loss needs all tokens of a microbatch, and a dispatched executable has only those of its device.
             has_experts = self.hooks.moe is not None and self.hooks.moe.num_experts > 0

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.parity
 # By default, all parameters of a model this small are packed into two arrays, which are sharded. Shard rules keep parameters
 # separate, like large parameters: the embedding (61 rows on two devices), and every matrix by its outputs as in fully_shard.
 LAYOUTS = {
-    "packed": {"gather_per": "microbatch"},
+    "packed": {},
     "apart": {"gather_per": "pass", "shard_rules": ("embedding_VD=0", "*/kernel=1")},
 }
 

@@ -59,7 +59,7 @@ def strategy(name):
     mesh = jax.make_mesh(*meshes.get(name, ((4,), ("fsdp",))))
     if name == "data 4":
         return Replicated(mesh, shapes())
-    return FullySharded(mesh, shapes(), gather_per="pass" if name.endswith("resharding") else "microbatch")
+    return FullySharded(mesh, shapes(), gather_per="pass" if name.endswith("resharding") else "step")
 
 
 def trained(step, batch, *, steps=STEPS, carried=None):

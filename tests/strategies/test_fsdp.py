@@ -87,7 +87,6 @@ def on_one_device(head: str = "tied", freeze: tuple[str, ...] = (), num_layers: 
             marks=pytest.mark.once,
         ),
         pytest.param({"fsdp": 8, "num_microbatches": 1, "gather_per": "pass"}, marks=pytest.mark.once),
-        pytest.param({"fsdp": 2, "gather_per": "step", "num_layers": 1}, marks=[pytest.mark.long, pytest.mark.once]),
     ],
     ids=lambda fields: " ".join(f"{name}={value}" for name, value in fields.items()),
 )
@@ -363,7 +362,7 @@ def test_replicas_sum_their_gradients_in_float32(num_microbatches):
 
 
 @pytest.mark.parametrize(("dtype", "total"), [(FLOAT, 257), (LOW, 256)])
-@pytest.mark.parametrize(("gather_per", "reduce"), [("microbatch", "scheduled"), ("pass", "in buckets")])
+@pytest.mark.parametrize(("gather_per", "reduce"), [("step", "scheduled"), ("pass", "in buckets")])
 def test_gradient_shards_are_summed_over_devices_in_grads_dtype(dtype, total, gather_per, reduce):
     def local(parts, tokens_BS):
         choices = {"grads_dtype": dtype, "gather_per": gather_per, "reduce": reduce}
@@ -435,6 +434,15 @@ def test_user_options_override_the_default_options_for_gpus():
     assert TrainSetup.from_config(config()).step.bound.xla_options == ()
 
 
+def test_copy_engines_move_the_transfers_of_tensor_parallelism_unless_a_graph_captures_them():
+    mode = "xla_gpu_collective_permute_mode"
+    setup = TrainSetup.from_config(config(tp=2))
+    assert setup.options("gpu")[mode] == "COLLECTIVES_PEER_MEMORY"
+    assert setup.step.options("gpu", graph="full")[mode] == "COLLECTIVES_PRIVATE_MEMORY"
+    assert setup.step.options("gpu", graph="full", xla_options=[f"{mode}=x"])[mode] == "x"
+    assert mode not in TrainSetup.from_config(config(fsdp=2)).options("gpu")
+
+
 @pytest.mark.parametrize("fields", [{}, {"precision": "fp8"}], ids=["bf16", "fp8"])
 def test_a_custom_loop_uses_the_same_xla_options_as_the_command_line(fields):
     setup = TrainSetup.from_config(config(fsdp=2, **fields))
@@ -479,13 +487,13 @@ def test_resharding_after_forward_frees_the_gathered_layers(h200):
     sizes = {"batch_size": 16, "seq_len": 512, "xla_options": ("xla_gpu_all_gather_combine_threshold_bytes=1",)}
     kept, resharded = (
         compile_on_target(num_layers=3, gather_per=gather_per, **sizes)[0].memory_analysis().temp_size_in_bytes
-        for gather_per in ("microbatch", "pass")
+        for gather_per in ("step", "pass")
     )
     layer_bytes = 2 * 12 * 512 * 512
     assert kept - resharded > 1.5 * layer_bytes
 
 
-@pytest.mark.parametrize(("gather_per", "in_loop"), [("step", False), ("microbatch", True), ("pass", True)])
+@pytest.mark.parametrize(("gather_per", "in_loop"), [("step", False), ("pass", True)])
 def test_parameters_are_gathered_as_often_as_asked(gather_per, in_loop):
     setup = TrainSetup.from_config(config(fsdp=2, gather_per=gather_per, num_layers=1))
     traced = setup.step.jitted().trace(setup.step.state, setup.batch())
@@ -535,8 +543,8 @@ def test_a_pipeline_with_bfloat16_parameters_has_the_losses_of_one_device():
         ({"fsdp": 2, "shard_rules": ("*/up/kernel=2",)}, "along axis 2: must be below 2, its shape is"),
         ({"fsdp": 2, "shard_rules": ("*/up/kernel",)}, "must be PATTERN=AXIS"),
         ({"shard_rules": ("*/up/kernel=0",)}, "`shard_rules` is .*: must be empty if `fsdp` is 1"),
-        ({"gather_per": "pass"}, "must be microbatch if `fsdp` is 1"),
-        ({"fsdp": 2, "pp": 2, "gather_per": "pass"}, "must be step or microbatch in a pipeline"),
+        ({"gather_per": "pass"}, "must be step if `fsdp` is 1"),
+        ({"fsdp": 2, "pp": 2, "gather_per": "pass"}, "must be step in a pipeline"),
         ({"pp": 2, "main_grads_dtype": LOW, "decoupled_grad": True}, "must be float32 in a pipeline"),
         ({"freeze": ("head_DV",)}, "`freeze` has 'head_DV', which matches no parameter: must match one of blocks/0"),
     ],
