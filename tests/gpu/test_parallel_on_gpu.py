@@ -35,6 +35,7 @@ def losses(config):
         {"pp": 2, "schedule": "zb-h1"},
         {"fsdp": 2},
         {"fsdp": 2, "gather_per": "pass"},
+        {"tp": 2},
         {"pp": 4},
         {"fsdp": 4},
         {"fsdp": 2, "pp": 2},
@@ -42,7 +43,7 @@ def losses(config):
     ids=str,
 )
 def test_several_gpus_have_the_losses_of_one(fields, graph):
-    ranks = math.prod(fields.get(axis, 1) for axis in ("dp", "fsdp", "pp"))
+    ranks = math.prod(fields.get(axis, 1) for axis in ("dp", "fsdp", "tp", "pp"))
     if len(jax.devices()) < ranks:
         pytest.skip(f"needs {ranks} GPUs, found {len(jax.devices())}")
     values, report = losses(CONFIG.changed(graph=graph, **fields))
