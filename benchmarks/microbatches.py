@@ -51,7 +51,7 @@ class MicrobatchOptions:
     unrolled: tuple[int, ...] = (2,)
     """Numbers of microbatches that are also timed unrolled, and unrolled and serialized."""
     fsdp: int = 1
-    """Devices that hold parts of the state. With several, every number of microbatches is also timed with `--gather-per pass`."""
+    """Devices that hold parts of the state. With several, every number of microbatches also runs with `--gather-per pass`."""
     rounds: int = 3
     """Turns of each program."""
     seconds: float = 0.3

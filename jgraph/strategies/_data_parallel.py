@@ -20,6 +20,7 @@ from jgraph.mesh import Axis, batch_axes, num_data_ranks, on_ranks, with_batch_a
 from jgraph.precision.loss import FP8Loss, StepLoss
 from jgraph.strategies import sharding
 from jgraph.strategies._accumulate import MicrobatchFunction, accumulate
+from jgraph.strategies._order import by_layer
 from jgraph.strategies.base import GradientProgram, Options, Pools, Reports
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.checks import check_function, check_split
@@ -187,8 +188,10 @@ class DataParallel:
             def of_trained(arrays: Arrays, observed: Observed) -> tuple[Array, Loss]:
                 return sums_of(params | arrays, observed)
 
-            differentiated = jax.value_and_grad(of_trained, argnums=(0, 1), has_aux=True)
-            (_, sums), (grads, after) = differentiated({name: params[name] for name in trained}, observed)
+            value, pull_back, sums = jax.vjp(of_trained, {name: params[name] for name in trained}, observed, has_aux=True)
+            # Without collectives, XLA orders the backward pass by memory itself.
+            seed, orders = jnp.ones_like(value), sharding.hides_collectives(self.batches.mesh)
+            grads, after = by_layer(pull_back, seed) if orders else pull_back(seed)
             return sums, grads, after
 
         return differentiate

@@ -25,9 +25,9 @@ class FullySharded(FSDPChoices):
             and `tensor`. With several devices on `tensor`, wrap the strategy in `TensorParallel`.
         shapes: The parameters, floating arrays or `jax.ShapeDtypeStruct`s in the model's own tree. Only shapes and dtypes are
             read.
-        gather_per: How often parameters are gathered. Once per `step`, they stay gathered for all microbatches. Once per `pass`,
-            every microbatch gathers them for its forward pass and again for its backward pass, which needs less memory; weights
-            in FP8 stay gathered. Gradients are summed over the devices in every microbatch.
+        gather_per: How often parameters are gathered. Once per `step`, they stay gathered for all microbatches. Once per
+            `pass`, every microbatch gathers them for its forward pass and again for its backward pass, which needs less memory;
+            weights in FP8 stay gathered. Gradients are summed over the devices in every microbatch.
         shard_rules: Rules `PATTERN=AXIS`, with a shell pattern of parameter names and the index of an axis. A matching
             parameter is sharded along this axis. Other parameters are sharded by `annotations`, or else along their first axis
             that the number of devices divides, or else along their longest axis, padded with zeros.

@@ -19,6 +19,7 @@ from jgraph.errors import ConfigError, check_choice, require
 from jgraph.layout import Description, Layout, MakeLayout, Param, Shard, described
 from jgraph.mesh import PARTITIONED_AXES, Axis
 from jgraph.precision.config import XLA_OPTIONS as FP8_XLA_OPTIONS, FP8Config
+from jgraph.strategies._order import by_layer
 from jgraph.strategies._overlap import reduce_in_buckets
 from jgraph.strategies.checks import check_count, float_dtype, strings
 from jgraph.tree import matching
@@ -38,15 +39,19 @@ _XLA_OPTIONS = (
     "xla_gpu_all_gather_combine_threshold_bytes=134217728",
     "xla_gpu_reduce_scatter_combine_threshold_bytes=134217728",
 )
-# Transfers between GPUs of one process by copy engines, which do not wait for multiprocessors as NCCL's kernels do. GPT 1.3B over
-# two H200s: 290.4 -> 270.7 ms (notes/develop/measurements/sharding.md). Between processes, XLA uses NCCL.
+# Transfers between GPUs of one process by copy engines, which do not wait for multiprocessors as NCCL's kernels do. GPT 1.3B
+# over two H200s: 285.7 -> 267.3 ms (notes/develop/measurements/sharding.md). Between processes, XLA uses NCCL.
 _TENSOR_XLA_OPTIONS = ("xla_gpu_collective_permute_mode=COLLECTIVES_PEER_MEMORY",)
+
+
+def hides_collectives(mesh: Mesh | None) -> bool:
+    """True if XLA's latency-hiding scheduler orders the step, because collectives run within it."""
+    return mesh is not None and max(mesh.shape.get(axis, 1) for axis in (AXIS, *PARTITIONED_AXES)) > 1
 
 
 def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
     """Returns XLA options, `name=value`, of a step with collectives (`fsdp`, `context`, `tensor`) or FP8 matmuls."""
-    has_collectives = mesh is not None and max(mesh.shape.get(axis, 1) for axis in (AXIS, *PARTITIONED_AXES)) > 1
-    of_collectives = _XLA_OPTIONS if has_collectives else ()
+    of_collectives = _XLA_OPTIONS if hides_collectives(mesh) else ()
     of_tensor = _TENSOR_XLA_OPTIONS if mesh is not None and mesh.shape.get(Axis.TENSOR, 1) > 1 else ()
     of_fp8 = FP8_XLA_OPTIONS if fp8 and not fp8.calibrates else ()
     return (*of_collectives, *of_tensor, *of_fp8)
@@ -160,9 +165,9 @@ def value_and_grads(
 
     # Buckets are summed during the backward pass, in a fixed order. Otherwise, XLA schedules the sum of each gradient.
     if reduce == "in buckets":
-        grads, after = reduce_in_buckets(lambda vjp, seed: vjp(seed), (pull_back, jnp.ones_like(value)), add, grads_dtype)
+        grads, after = reduce_in_buckets(by_layer, (pull_back, jnp.ones_like(value)), add, grads_dtype)
     else:
-        grads, after = pull_back(jnp.ones_like(value))
+        grads, after = by_layer(pull_back, jnp.ones_like(value))
         grads = {name: add(name, gradient.astype(grads_dtype)) for name, gradient in grads.items()}
     return aux, grads, after
 

@@ -493,6 +493,18 @@ def test_resharding_after_forward_frees_the_gathered_layers(h200):
     assert kept - resharded > 1.5 * layer_bytes
 
 
+@pytest.mark.once
+@pytest.mark.target
+def test_recomputed_activations_are_in_memory_for_one_layer_at_a_time(h200):
+    # The scheduler hides collectives behind weight gradients that it delays. A barrier per layer limits that.
+    sizes = {"batch_size": 64, "seq_len": 256, "remat": "layer"}
+    few, many = (compile_on_target(num_layers=n, **sizes)[0].memory_analysis().temp_size_in_bytes for n in (2, 4))
+    tokens, width = 64 * 256 // 4, 512
+    inputs, weights = 2 * 2 * tokens * width, 2 * 12 * width * width  # of attention and MLP; gathered
+    hidden = 2 * tokens * 4 * width
+    assert (many - few) / 2 < inputs + weights + hidden / 2
+
+
 @pytest.mark.parametrize(("gather_per", "in_loop"), [("step", False), ("pass", True)])
 def test_parameters_are_gathered_as_often_as_asked(gather_per, in_loop):
     setup = TrainSetup.from_config(config(fsdp=2, gather_per=gather_per, num_layers=1))
