@@ -174,8 +174,8 @@ def _mean_loss_forward(
     total_DV = None
     for x_CD, labels_C, weights_C in _chunks(x_ND, labels_N, weights_N, chunk):
         if total_DV is not None:
-            # One chunk after the other. XLA would compute the chunks of a loop body at once, and hold all logits. The sum of the
-            # gradients of the head is part of the barrier, because XLA would otherwise hold one for each chunk.
+            # One chunk after the other. XLA would compute the chunks of a loop body or of sharded state at once, and hold all
+            # logits. The barrier includes the sum of the head's gradients, because XLA would otherwise hold one for each chunk.
             x_CD, dx[-1], total_DV = jax.lax.optimization_barrier((x_CD, dx[-1], total_DV))
         if head is None:
             chunk_loss, dx_CD, dhead_DV = _chunk(x_CD, head_DV, labels_C, weights_C, vocabulary, labels_N.size)
