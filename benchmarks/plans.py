@@ -67,6 +67,10 @@ _CHOSEN_WITH = {
     ("finetune", "qwen3-0.6b, 8x2048 tokens", ""),
     ("finetune2", "llama3-8b, 2x8192 tokens", ""),
     ("finetune2_remat", "llama3-8b, 2x8192 tokens", "remat=layer"),
+    ("soaks", "fsdp launch-bound, graph=full, graph full, other work beside it", "graph=full"),
+    ("soaks", "fsdp launch-bound, layout=tp graph=full, graph full", "layout=tp graph=full"),
+    ("soaks", "fsdp launch-bound, fp8=delayed graph=full, graph full", "fp8=delayed graph=full"),
+    ("soaks", "fsdp launch-bound, layout=pp graph=full, graph full", "layout=pp graph=full"),
 }
 
 

@@ -153,7 +153,7 @@ def test_the_operand_of_a_kernel_that_quantizes_is_in_memory():
 def test_late_gathers_begin_when_they_are_read():
     found = Lifetimes(frozenset(), 7, "cudnn", time=6)
     found.arrays = [Stored((8,), 8, "activation", 1, 2), Stored((4,), 4, "weight", 1, 5, read=4)]
-    early, late = (found.peaks(lambda array: array.nbytes, gathers=when)[0] for when in ("early", "late"))
+    early, late = (found.peaks(lambda array: array.nbytes, gathers=when)[1] for when in ("early", "late"))
     assert (sum(early.values()), sum(late.values())) == (12, 8)
 
 
