@@ -29,6 +29,7 @@ from jgraph.schedule import Costs, Simulation, generate, simulate
 ROOT = Path(__file__).parents[1]
 NOTES = ROOT / "notes"
 README, PAGE, OTHERS = ROOT / "README.md", NOTES / "benchmarks.md", NOTES / "guide/other-programs.md"
+PLAN = NOTES / "guide/plan.md"
 SPEED = "assets/speed.svg"
 MULTI_GPU = ("pipeline", "fsdp", "tensor_context", "callables")  # benchmarks on several GPUs, in the order of the page
 WITH_FP8 = ("fp8", "fsdp", "moe", "pipeline")  # benchmarks with FP8 results
@@ -74,6 +75,7 @@ def write_readme(check: bool) -> int:
     """
     pages = {README: _with_tables(README, gains_table()), PAGE: _with_tables(PAGE, page_tables())}
     pages[OTHERS] = _with_tables(OTHERS, others.table())
+    pages[PLAN] = _with_tables(PLAN, "\n".join(plans_table()))
     pages |= {page: new for page in sorted(runner.RESULTS.glob("*.md")) if (new := results_page(page))}
     pages |= {NOTES / path: picture for path, picture in ({SPEED: gains_picture()} | timelines()).items()}
     outdated = [page for page, new in pages.items() if not page.exists() or page.read_text() != new]
@@ -240,6 +242,13 @@ def page_tables() -> str:
             else [],
         ),
         (
+            "Plans",
+            "Peak memory and time of a step as `python -m jgraph.plan` predicts them, beside measured steps. A row is above "
+            "the margin if it needs more than the planned peak and the margin of the plan.",
+            [name for name in ("plans",) if name in data],
+            plans_table(),
+        ),
+        (
             "Soak runs",
             "Each run repeats one step many times with collectives inside CUDA graphs, and checks for hangs, growth of memory "
             "and changed losses.",
@@ -291,6 +300,14 @@ def one_gpu_table(works: Sequence[tuple[str, Row]]) -> list[str]:
     return markdown(
         ["preset", *(heads[v] for v in shown), "fastest PyTorch / jgraph", "peak memory of jgraph, PyTorch, GB"], lines
     )
+
+
+def plans_table() -> list[str]:
+    """Returns the table of plans beside measured steps; empty without their results."""
+    from benchmarks import plans  # imported here, because it imports jax
+
+    file = runner.RESULTS / "plans.json"
+    return plans.table(read(file)) if file.exists() else []
 
 
 def grouped_table(works: Iterable[tuple[str, Row]]) -> list[str]:

@@ -2,8 +2,7 @@
 
 The loss is a mean, so the gradient of a chunk's logits is known as soon as its losses are: softmax minus one-hot, divided by
 the number of tokens. The forward pass therefore also computes the two matmuls of the backward pass, and saves the gradients
-instead of logits (the idea of Liger Kernel's fused linear cross-entropy, arXiv:2410.10989). One exception: XLA of jax 0.10
-fuses the last kernels of all chunks, and holds the gradients of all logits.
+instead of logits (the idea of Liger Kernel's fused linear cross-entropy, arXiv:2410.10989).
 """
 
 # N tokens (B*T), D model, V vocabulary (of this device, if it is sharded), C tokens of a chunk
@@ -171,16 +170,22 @@ def _mean_loss_forward(
     precision: Precision,
 ):
     head = FP8Head.quantize(head_DV) if precision == "fp8" else None
-    losses, dx, dhead = [], [], []
+    losses, dx = [], []
+    total_DV = None
     for x_CD, labels_C, weights_C in _chunks(x_ND, labels_N, weights_N, chunk):
+        if total_DV is not None:
+            # One chunk after the other. XLA would compute the chunks of a loop body or of sharded state at once, and hold all
+            # logits. The barrier includes the sum of the head's gradients, because XLA would otherwise hold one for each chunk.
+            x_CD, dx[-1], total_DV = jax.lax.optimization_barrier((x_CD, dx[-1], total_DV))
         if head is None:
             chunk_loss, dx_CD, dhead_DV = _chunk(x_CD, head_DV, labels_C, weights_C, vocabulary, labels_N.size)
         else:
             chunk_loss, dx_CD, dhead_DV = _fp8_chunk(x_CD, head, labels_C, weights_C, vocabulary)
         losses.append(chunk_loss)
         dx.append(dx_CD)
-        dhead.append(dhead_DV)
-    return _sum(losses) / labels_N.size, (jnp.concatenate(dx), _sum(dhead).astype(head_DV.dtype))
+        total_DV = dhead_DV if total_DV is None else total_DV + dhead_DV
+    assert total_DV is not None, "there is a chunk"
+    return _sum(losses) / labels_N.size, (jnp.concatenate(dx), total_DV.astype(head_DV.dtype))
 
 
 def _mean_loss_backward(

@@ -29,6 +29,7 @@ from benchmarks import (
     loop,
     microbatches,
     moe,
+    plans,
     readme,
     restarts,
     rows,
@@ -36,6 +37,7 @@ from benchmarks import (
     single_gpu,
     split_backward,
     startup,
+    step_memory,
     tensor_context,
     works,
 )
@@ -494,6 +496,78 @@ def run_here(tmp_path, monkeypatch):
         return json.loads(file.read_text())["works"]
 
     return run
+
+
+def write_measured(folder, rows):
+    """Writes a results file of the launch-bound step, with a row for each variant."""
+    config = preset("launch-bound").to_dict()
+    facts = {"environment": {"date": "2026-11-27T10:00:00+00:00", "revision": "r"}, "device": "1 x NVIDIA H200", "ranks": 1}
+    given = {"system": "jgraph", "argument_bytes": 60, "temp_bytes": 40, "output_bytes": 50, "alias_bytes": 50, "ms": 1.0}
+    found = [given | {"variant": name} | row for name, row in rows.items()]
+    works = {"launch-bound": facts | {"config": config, "rows": found}}
+    (folder / "single_gpu.json").write_text(json.dumps({"works": works}))
+
+
+def test_plans_stand_beside_the_measured_steps_of_the_stored_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+    write_measured(tmp_path, {"remat=layer": {}, "xla_option=1": {}, "": {"system": "jax"}, "length=4096": {}})
+    assert cli.main(["run", "plans", "--groups", "later", "--out", str(tmp_path / "out")]) == 0
+    works = json.loads((tmp_path / "out/plans.json").read_text())["works"]
+    (row,) = works["later"]["rows"]
+    assert (row["variant"], row["device"]) == ("launch-bound, 2 x 128, remat layer", "1 x H200")
+    assert (row["measured_bytes"], row["state_bytes"], row["measured_ms"]) == (100, 60, 1.0)
+    assert row["planned_bytes"] > row["planned_state_bytes"] > 1e8
+    assert row["fits"]
+
+
+def test_the_summary_of_plans_counts_steps_that_need_more_than_the_margin():
+    row = {"kind": "LoRA", "planned_bytes": 100, "margin": 0.1, "planned_ms": 2.0, "measured_ms": 4.0}
+    rows = [row | {"measured_bytes": size} for size in (100, 110, 125)]
+    (_, *cells), *_ = plans.summary(rows)
+    assert cells == ["3", "9.1%", "-20.0%", "1", "0.50", "0.50 to 0.50"]
+
+
+def test_the_newest_memory_of_a_configuration_keeps_its_newest_time():
+    step = plans.Measured(("a", "", ""), preset("launch-bound"), "h200", "2026-11-01", 1, 2, 3.0)
+    later = dataclasses.replace(step, date="2026-11-02", peak=5, ms=None)
+    assert plans.newest([later, step]) == [dataclasses.replace(later, ms=3.0)]
+
+
+def test_chunks_of_an_earlier_loss_ran_at_once_on_several_gpus():
+    config = preset("gpt-124m").changed(seq_len=1024, batch_size=16)  # two chunks of 8192 tokens on one GPU
+    step = plans.Measured(("a", "", ""), config, "h200", "2026-11-01", 1, 2, 3.0)
+    sharded = dataclasses.replace(step, config=config.changed(fsdp=2, batch_size=32))
+    small = dataclasses.replace(step, config=config.changed(fsdp=2))
+    again = dataclasses.replace(sharded, date="2026-12-01")
+    groups = [plans.group_of(each, ()) for each in (step, sharded, small, again)]
+    assert groups == ["later", "earlier loss", "later", "later"]
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_stored_plans_are_those_of_the_present_rules_and_no_step_needs_more_than_the_margin():
+    """Earlier losses held more logits."""
+    stored = json.loads((runner.RESULTS / "plans.json").read_text())["works"]
+    for work in plans.BENCHMARK.works(plans.PlanOptions(groups=("chosen", "later"))):
+        rows = {(row["variant"], row["device"]): row for row in stored[work.name]["rows"]}
+        assert len(rows) >= 15
+        for row in work.rows:
+            before = rows[row["variant"], row["device"]]
+            assert row["planned_state_bytes"] == pytest.approx(row["state_bytes"], rel=0.01)
+            assert row["planned_bytes"] == pytest.approx(before["planned_bytes"], rel=0.02)
+            assert plans.is_covered(row), row["variant"]
+
+
+def test_the_memory_of_a_compiled_step_is_stored_with_its_configuration(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+    small = preset("cpu-tiny").changed(model=dataclasses.replace(preset("cpu-tiny").model, num_layers=1, d_model=32, d_ff=64))
+    step = plans.Measured(("a", "", ""), small, "h200", "2026-11-01", 1, 2, 3.0)
+    monkeypatch.setattr(step_memory, "newest", lambda steps: [step])
+    assert cli.main(["run", "step_memory"]) == 0
+    (found,) = plans.measured()
+    assert found.config.changed(graph="auto") == small.changed(graph="auto")
+    assert found.peak > found.state > 0
+    assert found.ms is None
 
 
 @pytest.mark.parity

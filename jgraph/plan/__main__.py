@@ -14,9 +14,11 @@ from jgraph.cli import Count, command, interruptible
 from jgraph.errors import require
 from jgraph.exits import end_with
 
+_SOURCE = "PRESET|FOLDER"
+
 
 def plan(
-    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PRESET|FOLDER", help_behavior_hint="")],
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar=_SOURCE, help_behavior_hint="")],
     /,
     *,
     gpu: Literal["h100", "h200", "b200"] = "h100",
@@ -45,6 +47,8 @@ def plan(
         require(size is None or size >= 1, name, size, "at least 1")
     from jgraph.plan import _plan  # imported here, because importing jax is slow
 
+    # The command line shows a positional argument by its metavar.
+    _plan.check_source(source, _SOURCE)
     with interruptible("planning"):
         found = _plan.plan(
             source, gpu=gpu, gpus=gpus, batch_size=batch_size, seq_len=seq_len, finetune=finetune, precision=precision

@@ -33,8 +33,10 @@ _REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or",
 _ALIASES = {"reshape", "transpose", "squeeze", "expand_dims", "bitcast_convert_type", "copy", "name"}
 _ALIASES |= {"optimization_barrier", "psum", "pvary"}
 _INLINE = {*JITS, *CHECKPOINTS, *CUSTOM, "closed_call", "core_call", "shard_map"}
-# Kernels in jitted functions: grouped matmuls read their operands, and quantization computes them.
-_KERNELS = dict.fromkeys(GROUPED, "dot_general") | dict.fromkeys(QUANTIZED, "reduce_sum")
+# Kernels in jitted functions. They read their operands from memory, except for the largest magnitude, which XLA computes.
+_KERNELS = dict.fromkeys(GROUPED, "dot_general") | {
+    name: "reduce_max" if want == "amax" else "pallas_call" for name, want in QUANTIZED.items()
+}
 
 
 @dataclass(eq=False)
@@ -47,6 +49,7 @@ class Stored:
     first: int
     last: int
     use: Literal["operand", "key", "score", "other"] = "other"
+    read: int = 0  # the first operation that reads it; 0 if none does
 
 
 @dataclass(eq=False)
@@ -72,22 +75,31 @@ class Lifetimes:
     _attended: list[tuple[Stored, list[Stored]]] = field(default_factory=list)  # results of matmuls with scores
 
     @classmethod
-    def of(cls, closed: core.ClosedJaxpr, varying: Sequence[bool], **settings: object) -> "Lifetimes":
+    def of(
+        cls,
+        closed: core.ClosedJaxpr,
+        varying: Sequence[bool],
+        *,
+        params: frozenset[tuple[int, ...]],
+        length: int,
+        attention: Attention,
+    ) -> "Lifetimes":
         """Reads a jaxpr. `varying` marks the arguments that depend on the batch."""
-        found = cls(**settings)  # pyright: ignore[reportArgumentType]
+        found = cls(params, length, attention)
         results = found._run(closed.jaxpr, [_Value(varies, is_resident=True) for varies in varying])
         found._finish(zip(results, map(aval_of, closed.jaxpr.outvars), strict=True))
         return found
 
-    def peaks(self, size: Callable[[Stored], float]) -> list[Sizes]:
-        """Returns the sizes by kind at four times.
+    def peaks(self, size: Callable[[Stored], float], *, gathers: Literal["early", "late"] = "early") -> list[Sizes]:
+        """Returns the sizes by kind at four times. With late `gathers`, copies of parameters begin when they are first read.
 
         These are the peak until half of the results are written, the peak after that, and the time when the largest array
         is written, usually logits. The last has the largest size of each kind, at any time.
         """
         changes: list[Sizes] = [dict.fromkeys(KINDS, 0.0) for _ in range(self.time + 2)]
         for array in self.arrays:
-            changes[array.first][array.kind] += size(array)
+            first = max(array.first, array.read) if array.kind == "weight" and gathers == "late" else array.first
+            changes[first][array.kind] += size(array)
             changes[array.last + 1][array.kind] -= size(array)
         written = sorted(array.first for array in self.arrays if array.last == self.time)
         largest = max((a for a in self.arrays if a.kind == "activation"), key=lambda a: a.nbytes, default=None)
@@ -227,6 +239,7 @@ class Lifetimes:
 def _touch(value: _Value, time: int) -> None:
     for root in value.roots:
         root.last = max(root.last, time)
+        root.read = root.read or time
 
 
 def _mark_key(value: _Value) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh
@@ -78,13 +78,12 @@ class Predictor:
         sizes = self._temporaries(config)
         if _delays_gradients(config) and not is_summed:
             sizes["gradient"] = max(sizes["gradient"], state.sums)
-        parallel = config.parallel
         return Memory(
             state=state.total,
             gradients=sizes["gradient"] + (state.sums if is_summed else 0),
             gathered=sizes["weight"],
             activations=sizes["activation"],
-            buffers=_IN_FLIGHT if parallel.num_devices > parallel.sizes["dp"] else 0,
+            buffers=_in_flight(config, sum(sizes.values())),
         )
 
     def at_least(self, config: TrainConfig) -> float:
@@ -124,7 +123,11 @@ class Predictor:
         counts = _TRACED if layers > _TRACED[1] else (layers,)
         tokens = _rows(config) * config.input.seq_len
         traces = [self._trace(config, count) for count in counts]
-        peaks = [trace.peaks(_sizes(config, trace, tokens)) for trace in traces]
+        # The trace gathers all parameters at the begin of the backward. XLA gathers those of a layer before they are read, but
+        # not if it delays weight gradients.
+        again = config.parallel.gather_per == "pass" and not _delays_gradients(config)
+        gathers: Literal["early", "late"] = "late" if again else "early"
+        peaks = [trace.peaks(_sizes(config, trace, tokens), gathers=gathers) for trace in traces]
         # Each of them is linear in the number of layers.
         share = (layers - counts[0]) / (counts[-1] - counts[0]) if len(counts) > 1 else 0.0
         slopes = [{kind: high[kind] - low[kind] for kind in KINDS} for low, high in zip(peaks[0], peaks[-1], strict=True)]
@@ -187,6 +190,14 @@ def with_layers(config: TrainConfig, count: int) -> TrainConfig:
 def _delays_gradients(config: TrainConfig) -> bool:
     """True if copies and gradients of all layers are alive at once, because XLA delays weight gradients to hide collectives."""
     return config.compile.remat == "layer" and not config.is_pipeline and _shards(config) * config.parallel.cp > 1
+
+
+def _in_flight(config: TrainConfig, temporaries: float) -> float:
+    """Returns the bytes of collectives in flight: no more than there is to transfer. Small pipelines were not measured."""
+    parallel = config.parallel
+    if parallel.num_devices == parallel.sizes["dp"]:
+        return 0.0
+    return _IN_FLIGHT if config.is_pipeline else min(_IN_FLIGHT, temporaries)
 
 
 def _shards(config: TrainConfig) -> int:

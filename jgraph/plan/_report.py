@@ -1,7 +1,7 @@
 """The text of a plan: a table of its options, the best command lines, and why others do not fit."""
 
 from jgraph.plan._plan import MARGIN, MARGIN_OF_PIPELINES, MARGIN_OF_XLA_ATTENTION, USABLE, Option, Plan, margin
-from jgraph.plan._speed import EFFICIENCY, FP8_SPEEDUP
+from jgraph.plan._speed import FP8_MATMULS, MATMULS
 
 _ROWS = 12
 _COLUMNS: list[str] = [
@@ -30,7 +30,8 @@ def text(plan: Plan) -> str:
     lines.append(
         f"\nstate: exact; other memory: predicted; a layout fits if its peak and {MARGIN:.0%} ({MARGIN_OF_PIPELINES:.0%} in a "
         f"pipeline, {MARGIN_OF_XLA_ATTENTION:.0%} with XLA's attention) are within {USABLE} of the memory. "
-        f"Speeds are estimates: matmuls at {EFFICIENCY:.0%} of the peak rate, x {FP8_SPEEDUP} in FP8, and exposed transfers."
+        f"Speeds are estimates: matmuls at {MATMULS:.0%} of the peak rate of bfloat16 ({FP8_MATMULS:.0%} in FP8), attention, "
+        "passes over memory, starts of kernels, and exposed transfers."
     )
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
-"""Estimates the time of a training step: matmuls at a share of the GPU's peak rate, and the collectives that they do not hide.
+"""Estimates the time of a training step: work at one rate for each kind of it, and the collectives that it does not hide.
 
-These are estimates. A share of the peak rate and of a transfer that is hidden stands for everything that is not counted.
+These are estimates. A rate and a share of a transfer that is hidden stand for everything that is not counted. They were chosen
+with the measured steps of `benchmarks/results/plans.json`, which has the estimates beside them.
 """
 
 import math
@@ -12,10 +13,18 @@ from jgraph.plan._memory import State, num_layers
 from jgraph.schedule import simulate
 from jgraph.train.config import TrainConfig
 
-# Share of the peak rate of bfloat16 matmuls in a step with few exposed collectives, and how much faster a step is in FP8. On
-# H200s, gpt-1b3 and gpt-7b have 0.54 to 0.56, and llama3-8b has 0.51; 1.33 to 1.38 (notes/develop/measurements).
-EFFICIENCY = 0.53
-FP8_SPEEDUP = 1.33
+# Shares of the peak rate of bfloat16 matmuls. In FP8, with the kernels that quantize: layers only, the head stays in bfloat16.
+MATMULS = 0.65
+FP8_MATMULS = 1.13
+ATTENTION = 0.36
+# Memory of elementwise kernels, such as norms and activations, for each number that a matmul of a layer reads or writes.
+BYTES_PER_NUMBER = 13
+# Logits are written, read by the loss, and read for their gradient in bfloat16.
+_BYTES_PER_LOGIT = 6
+# Parameters and two moments are read and written, and gradients are read for their norm and for the update.
+_OPTIMIZER_PASSES = 8
+# Starting the kernels of a layer, forward and backward, in a CUDA graph. FP8 has about twice as many.
+SECONDS_PER_LAYER = 72e-6
 # Share of the transfers of an axis beside matmuls: the reductions of `dp` come after the last backward.
 HIDDEN = {"dp": 0.0, "fsdp": 0.8, "cp": 0.0, "tp": 0.5, "ep": 0.5, "pp": 1.0}
 GPUS_PER_NODE = 8
@@ -28,9 +37,9 @@ class Speed:
     """Estimated times of a step in seconds.
 
     Attributes:
-        compute: Matmuls, with those that are recomputed and the idle time of pipeline ranks.
+        compute: All work of a GPU, with what is recomputed, and the idle time of pipeline ranks.
         collectives: All transfers.
-        exposed: Transfers that no matmul hides.
+        exposed: Transfers that no work hides.
         tokens: Tokens of a step.
     """
 
@@ -52,26 +61,50 @@ class Speed:
 
 def estimate(config: TrainConfig, device: Device, state: State, params: int) -> Speed:
     """Estimates the speed of a step of a model with `params` parameters."""
-    tokens = config.input.batch_size * config.input.seq_len
-    flops = (
-        config.hooks.flops(config.model, config.input.batch_size, config.input.seq_len)
-        if config.hooks.flops
-        else 6.0 * params * tokens
-    )
-    flops *= 4 / 3 if config.compile.remat == "layer" else 1
-    flops *= 2 / 3 if config.lora.rank else 1  # Frozen weights have no gradients.
-    rate = device.product_flops_per_second * EFFICIENCY * (FP8_SPEEDUP if config.is_fp8 else 1)
-    compute = flops / config.parallel.num_devices / rate
+    compute = work(config, device, state, params)
     if config.is_pipeline:
         pipeline = config.pipeline
         microbatches = config.input.num_microbatches
         schedule = find_schedule(pipeline.schedule, pp=config.parallel.pp, chunks=pipeline.chunks, microbatches=microbatches)
         compute /= 1 - simulate(schedule).bubble
     seconds = {axis: nbytes / bandwidth(config, device, axis) for axis, nbytes in traffic(config, state, params).items()}
-    # No more is hidden than the matmuls take.
+    # No more is hidden than the work takes.
     hidden = min(compute, sum(HIDDEN[axis] * each for axis, each in seconds.items()))
     total = sum(seconds.values())
-    return Speed(compute, total, total - hidden, tokens)
+    return Speed(compute, total, total - hidden, config.input.batch_size * config.input.seq_len)
+
+
+def work(config: TrainConfig, device: Device, state: State, params: int) -> float:
+    """Returns the seconds of a step on a GPU without transfers: matmuls, attention, passes over memory, starts of kernels."""
+    count, gpus = config.input.num_microbatches, config.parallel.num_devices
+    tokens = config.input.batch_size * config.input.seq_len / gpus
+    width, vocab_size = config.hooks.d_model, config.hooks.vocab_size
+    dense, attention = _flops(config, params)
+    head = min(dense, 6.0 * tokens * width * vocab_size)
+    layers = dense - head
+    # Frozen weights have no gradients. Recomputed layers run forward again, without their attention.
+    trained = 2 / 3 if config.lora.rank else 1.0
+    again = 1 / 3 if config.compile.remat == "layer" else 0.0
+    rate = device.product_flops_per_second
+    seconds = layers * (trained + again) / (rate * (FP8_MATMULS if config.is_fp8 else MATMULS))
+    seconds += head * trained / (rate * MATMULS) + attention / (rate * ATTENTION)
+    # A weight of a layer has 6 FLOPs per token. Each `width` weights read or write one number per token.
+    nbytes = _BYTES_PER_LOGIT * tokens * vocab_size
+    nbytes += BYTES_PER_NUMBER * layers / 6 / width * (1 + again) if width else 0
+    nbytes += state.sums * (_OPTIMIZER_PASSES + (2 * count if count > 1 else 0))
+    seconds += nbytes / device.copy_bytes_per_second
+    starts = SECONDS_PER_LAYER * (2 if config.is_fp8 else 1)
+    return seconds + starts * count * num_layers(config) / config.parallel.pp
+
+
+def _flops(config: TrainConfig, params: int) -> tuple[float, float]:
+    """Returns the FLOPs of a GPU in matmuls and in attention."""
+    sequences, length, gpus = config.input.batch_size, config.input.seq_len, config.parallel.num_devices
+    flops = config.hooks.flops
+    if flops is None:
+        return 6.0 * params * sequences * length / gpus, 0.0
+    dense = flops(config.model, sequences * length, 1)  # Sequences of one token have almost no attention.
+    return dense / gpus, (flops(config.model, sequences, length) - dense) / gpus
 
 
 def traffic(config: TrainConfig, state: State, params: int) -> dict[str, float]:
@@ -87,7 +120,9 @@ def traffic(config: TrainConfig, state: State, params: int) -> dict[str, float]:
     weights = params / parallel.tp / parallel.pp
     keys = 2 * tokens * 2 * config.hooks.num_kv_heads * config.hooks.head_size / parallel.tp
     moe = config.hooks.moe
-    rows = residual / parallel.tp * (moe.experts_per_token if moe and moe.num_experts else 0)
+    # A device sends as many rows as the capacity allows, or zeros.
+    sent = moe.experts_per_token * (moe.capacity or 1) if moe and moe.num_experts else 0
+    rows = residual / parallel.tp * sent
     return {
         "dp": 2 * state.sums * share["dp"],
         "fsdp": once * (2 * gathers * weights + 4 * trained) * share["fsdp"],
