@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import CustomVJPPrimal
 
 from jgraph.errors import ShapeError, check_choice
 from jgraph.kernels.elementwise import Computed, Elementwise
@@ -161,19 +162,21 @@ def _mean_loss(
 
 
 def _mean_loss_forward(
-    x_ND: Array,
-    head_DV: Array,
-    labels_N: Array,
-    weights_N: Array | None,
+    x: CustomVJPPrimal,
+    head_matrix: CustomVJPPrimal,
+    labels: CustomVJPPrimal,
+    weights: CustomVJPPrimal | None,
     chunk: int,
     vocabulary: _Vocabulary,
     precision: Precision,
 ):
+    x_ND, head_DV, labels_N = x.value, head_matrix.value, labels.value
+    weights_N = None if weights is None else weights.value
     head = FP8Head.quantize(head_DV) if precision == "fp8" else None
     losses, dx = [], []
-    total_DV = None
+    total_DV = None  # stays None if the head is frozen
     for x_CD, labels_C, weights_C in _chunks(x_ND, labels_N, weights_N, chunk):
-        if total_DV is not None:
+        if dx:
             # One chunk after the other. XLA would compute the chunks of a loop body or of sharded state at once, and hold all
             # logits. The barrier includes the sum of the head's gradients, because XLA would otherwise hold one for each chunk.
             x_CD, dx[-1], total_DV = jax.lax.optimization_barrier((x_CD, dx[-1], total_DV))
@@ -183,22 +186,24 @@ def _mean_loss_forward(
             chunk_loss, dx_CD, dhead_DV = _fp8_chunk(x_CD, head, labels_C, weights_C, vocabulary)
         losses.append(chunk_loss)
         dx.append(dx_CD)
-        total_DV = dhead_DV if total_DV is None else total_DV + dhead_DV
-    assert total_DV is not None, "there is a chunk"
-    return _sum(losses) / labels_N.size, (jnp.concatenate(dx), total_DV.astype(head_DV.dtype))
+        if head_matrix.perturbed:
+            total_DV = dhead_DV if total_DV is None else total_DV + dhead_DV
+    total_DV = None if total_DV is None else total_DV.astype(head_DV.dtype)
+    return _sum(losses) / labels_N.size, (jnp.concatenate(dx), total_DV)
 
 
 def _mean_loss_backward(
-    chunk: int, vocabulary: _Vocabulary, precision: Precision, gradients: tuple[Array, Array], dloss: Array
+    chunk: int, vocabulary: _Vocabulary, precision: Precision, gradients: tuple[Array, Array | None], dloss: Array
 ):
     dx_ND, dhead_DV = gradients
     dloss = vocabulary.sum(dloss)  # each device may use the loss, or only one of them
     if precision == "fp8":
         dloss = dloss / len(dx_ND)  # a scale in FP8 is a power of two, so `_fp8_chunk` does not divide
-    return (dx_ND * dloss).astype(dx_ND.dtype), (dhead_DV * dloss).astype(dhead_DV.dtype), None, None
+    dhead_DV = None if dhead_DV is None else (dhead_DV * dloss).astype(dhead_DV.dtype)
+    return (dx_ND * dloss).astype(dx_ND.dtype), dhead_DV, None, None
 
 
-_mean_loss.defvjp(_mean_loss_forward, _mean_loss_backward)
+_mean_loss.defvjp(_mean_loss_forward, _mean_loss_backward, symbolic_zeros=True)
 
 
 def _chunk(
