@@ -91,10 +91,10 @@ class Lifetimes:
         return found
 
     def peaks(self, size: Callable[[Stored], float], *, gathers: Literal["early", "late"] = "early") -> list[Sizes]:
-        """Returns the sizes by kind at four times. With late `gathers`, copies of parameters begin when they are first read.
+        """Returns the sizes by kind at three times. With late `gathers`, copies of parameters begin when they are first read.
 
         These are the peak until half of the results are written, the peak after that, and the time when the largest array
-        is written, usually logits. The last has the largest size of each kind, at any time.
+        is written, usually logits.
         """
         changes: list[Sizes] = [dict.fromkeys(KINDS, 0.0) for _ in range(self.time + 2)]
         for array in self.arrays:
@@ -106,13 +106,12 @@ class Lifetimes:
         begins = largest.first if largest else 0
         half = written[len(written) // 2] if written else 0
         none: Sizes = dict.fromkeys(KINDS, 0.0)
-        alive, peaks = none, [none] * 4
+        alive, peaks = none, [none] * 3
         for time, change in enumerate(changes):
             alive = {kind: alive[kind] + change[kind] for kind in KINDS}
             peaks[time > half] = max(peaks[time > half], alive, key=lambda sizes: sum(sizes.values()))
             if time == begins:
                 peaks[2] = alive
-            peaks[3] = {kind: max(peaks[3][kind], alive[kind]) for kind in KINDS}
         return peaks
 
     def _run(self, jaxpr: core.Jaxpr, args: Sequence[_Value]) -> list[_Value]:

@@ -76,8 +76,6 @@ class Predictor:
         state = self.state(config)
         is_summed = config.input.num_microbatches > 1 or config.is_pipeline
         sizes = self._temporaries(config)
-        if _delays_gradients(config) and not is_summed:
-            sizes["gradient"] = max(sizes["gradient"], state.sums)
         return Memory(
             state=state.total,
             gradients=sizes["gradient"] + (state.sums if is_summed else 0),
@@ -123,10 +121,8 @@ class Predictor:
         counts = _TRACED if layers > _TRACED[1] else (layers,)
         tokens = _rows(config) * config.input.seq_len
         traces = [self._trace(config, count) for count in counts]
-        # The trace gathers all parameters at the begin of the backward. XLA gathers those of a layer before they are read, but
-        # not if it delays weight gradients.
-        again = config.parallel.gather_per == "pass" and not _delays_gradients(config)
-        gathers: Literal["early", "late"] = "late" if again else "early"
+        # The trace gathers all parameters at the begin of the backward. XLA gathers those of a layer before they are read.
+        gathers: Literal["early", "late"] = "late" if config.parallel.gather_per == "pass" else "early"
         peaks = [trace.peaks(_sizes(config, trace, tokens), gathers=gathers) for trace in traces]
         # Each of them is linear in the number of layers.
         share = (layers - counts[0]) / (counts[-1] - counts[0]) if len(counts) > 1 else 0.0
@@ -137,9 +133,7 @@ class Predictor:
             {kind: max(0.0, first[kind] + share * slope[kind]) for kind in KINDS}
             for first, slope in zip(peaks[0], slopes, strict=True)
         ]
-        if _delays_gradients(config):
-            return {kind: max(grown[2][kind], grown[3][kind]) for kind in KINDS}
-        return max(grown[:3], key=lambda sizes: sum(sizes.values()))
+        return max(grown, key=lambda sizes: sum(sizes.values()))
 
     def _trace(self, config: TrainConfig, layers: int) -> Lifetimes:
         parallel = config.parallel
@@ -187,11 +181,6 @@ def with_layers(config: TrainConfig, count: int) -> TrainConfig:
     return config.changed(model=dataclasses.replace(config.model, num_layers=count)) if count else config
 
 
-def _delays_gradients(config: TrainConfig) -> bool:
-    """True if copies and gradients of all layers are alive at once, because XLA delays weight gradients to hide collectives."""
-    return config.compile.remat == "layer" and not config.is_pipeline and _shards(config) * config.parallel.cp > 1
-
-
 def _in_flight(config: TrainConfig, temporaries: float) -> float:
     """Returns the bytes of collectives in flight: no more than there is to transfer. Small pipelines were not measured."""
     parallel = config.parallel
@@ -221,14 +210,10 @@ def _sizes(config: TrainConfig, trace: Lifetimes, tokens: int) -> Callable[[Stor
     """Returns a function that computes the bytes of an array of the trace on a device with the axes `tensor` and `context`."""
     tp, cp = config.parallel.tp, config.parallel.cp
     vocab_size = config.hooks.vocab_size
-    # With frozen weights, the delayed operands of adapters need about as much as another copy (measured with llama3-8b).
-    copies = 2 if config.lora.rank and config.compile.remat == "layer" and config.parallel.sizes["fsdp"] > 1 else 1
 
     def size(array: Stored) -> float:
-        if array.kind == "gradient":
+        if array.kind in ("gradient", "weight"):
             return array.nbytes / tp
-        if array.kind == "weight":
-            return array.nbytes / tp * (copies if array.use == "other" else 1)
         if len(array.shape) == 2 and array.shape[1] == vocab_size:
             # The loss computes as many logits at once as without these axes, or all.
             return array.nbytes * min(1.0, tokens / array.shape[0] / (tp * cp))
