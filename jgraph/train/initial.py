@@ -38,7 +38,7 @@ from jgraph.train.config import InitialConfig, TrainConfig
 from jgraph.train.hooks import model_hooks
 from jgraph.train.model import settings_hooks
 from jgraph.train.optimizer import restart_schedule
-from jgraph.train.rundir import ORIGIN, RunDir
+from jgraph.train.rundir import ORIGIN, RunDir, run_of
 from jgraph.train.saved import SavedRun
 from jgraph.train.setup import TrainSetup
 
@@ -76,13 +76,6 @@ def dtype_of_source(init_from: str, continue_from: str, run_dir: str) -> str:
     source = Path(init_from) if init_from and not continue_from else run_of(continue_from)[0] / ORIGIN
     folders = [path for path in (source, RunDir(Path(run_dir)).origin) if (path / CONFIG_FILE).exists()]
     return Folder(folders[0], field="init_from").dtype if folders else "float32"
-
-
-def run_of(continue_from: str) -> tuple[Path, int | None]:
-    """Splits RUN/checkpoints/STEP, or RUN alone, into the run directory and the step or None. Does not look for the files."""
-    path = Path(continue_from)
-    is_step = path.parent.name == "checkpoints" and path.name.isdecimal()
-    return (path.parents[1], int(path.name)) if is_step else (path, None)
 
 
 def config_of_run(continue_from: str, run_dir: str, *, module: str = "") -> TrainConfig:
@@ -180,6 +173,8 @@ class InitialWeights:
     # steps of the other run's checkpoint; None for a Hugging Face folder
     step: int | None
     load: Callable[[TrainSetup], TrainState]
+    # absolute path of the folder or of the checkpoint, for `checkpoint_base` reference
+    path: Path
     close: Callable[[], None] = lambda: None
 
 
@@ -197,7 +192,7 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
         settings = folder.settings(names, config.model)
         folder.check(names, settings)
         check_alike(config.model, settings, f"as in `init_from` {initial.init_from}")
-        return InitialWeights(initial.init_from, None, partial(_of_folder, folder))
+        return InitialWeights(initial.init_from, None, partial(_of_folder, folder), folder.path.absolute())
     path, step = run_of(initial.continue_from)
     if path.resolve() == Path(config.output.run_dir).resolve():
         raise ConfigError(
@@ -211,8 +206,13 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
             here, there = getattr(config.optimizer, name), getattr(saved.config.optimizer, name)
             allowed = f"{_shown(there)}, as in `continue_from` {initial.continue_from}, or use `continue_with` weights"
             require(here == there, f"optimizer.{name}", _shown(here), allowed)
+        base = config.output.checkpoint_base
+        is_merged = saved.config.lora.rank > 0 and saved.config.lora != config.lora
+        must = "copy, because the adapters of the run `continue_from` are added to its weights (`lora` differs)"
+        require(base == "copy" or not is_merged, "checkpoint_base", base, must)
         on_error.pop_all()
-    return InitialWeights(f"{path} after {saved.step} steps", saved.step, partial(_of_run, saved), saved.close)
+    checkpoint = saved.dir.checkpoints.absolute() / str(saved.step)
+    return InitialWeights(f"{path} after {saved.step} steps", saved.step, partial(_of_run, saved), checkpoint, saved.close)
 
 
 def _shown(value: str | tuple[str, ...]) -> str:

@@ -401,6 +401,95 @@ def test_frozen_leaves_need_room_once(with_frozen, monkeypatch):
         checkpoints.check_space(state)
 
 
+# --- Frozen leaves that stay where they are ---
+
+PLACE = "/models/base"
+
+
+@pytest.fixture
+def referring(with_frozen):
+    """Returns a function that opens checkpoints whose leaf `w` is in a dict, and the dict."""
+    elsewhere = {"['w']": np.array(state_with_frozen(0)["w"])}
+
+    def read(source, like):
+        assert source == PLACE
+        return {name: jax.device_put(elsewhere[name].copy(), leaf.sharding) for name, leaf in like.items()}
+
+    return partial(with_frozen, read_frozen=read), elsewhere, read
+
+
+def save_referring(opened, offset=0.0):
+    checkpoints = opened()
+    checkpoints.refer(PLACE, state_with_frozen(0))
+    save_with_frozen(checkpoints, 1, offset)
+
+
+def test_leaves_that_are_referred_to_are_not_written_and_restored(referring, tmp_path):
+    opened, _, read = referring
+    save_referring(opened)
+    save_with_frozen(opened(), 2)
+    directory = tmp_path / "checkpoints"
+    assert size_of(directory / "base") < 1000
+    step, state = opened(frozen=()).restore_latest(state_with_frozen(0))
+    assert step == state["step"] == 2
+    np.testing.assert_array_equal(state["w"], state_with_frozen(0)["w"])
+    with contextlib.closing(CheckpointReader(directory, read_frozen=read)) as reader:
+        np.testing.assert_array_equal(reader.read("['w']"), state_with_frozen(0)["w"])
+
+
+def test_the_source_counts_if_a_layout_has_changed_a_negative_zero(referring):
+    opened, elsewhere, _ = referring
+    elsewhere["['w']"][0] = -0.0
+    checkpoints = opened()
+    checkpoints.refer(PLACE, state_with_frozen(0))
+    checkpoints.save(1, state_with_frozen(1) | {"w": jnp.asarray(elsewhere["['w']"]).at[0].set(0.0)})
+    checkpoints.wait()
+    save_with_frozen(opened(), 2)
+    _, state = opened().restore_latest(state_with_frozen(0))
+    assert np.signbit(state["w"][0])
+
+
+@pytest.mark.parametrize("place", [0, 999])
+def test_a_changed_source_is_refused_and_no_checkpoint_is_set_aside(referring, tmp_path, place):
+    opened, elsewhere, read = referring
+    save_referring(opened)
+    elsewhere["['w']"][place] = np.nextafter(elsewhere["['w']"][place], 9)
+    wrong = rf"base refers to the weights in {PLACE}, which have changed: \['w'\] has checksum .*; put the old files back"
+    with pytest.raises(CheckpointError, match=wrong):
+        opened().restore_latest(state_with_frozen(0))
+    with contextlib.closing(CheckpointReader(tmp_path / "checkpoints", read_frozen=read)) as reader:
+        assert reader.read("['step']") == 1
+        with pytest.raises(CheckpointError, match=wrong):
+            reader.read("['w']")
+    elsewhere["['w']"][:] = state_with_frozen(0)["w"]
+    assert opened().restore_latest(state_with_frozen(0))[0] == 1
+
+
+def test_a_checkpoint_that_refers_to_leaves_needs_their_reader(referring, with_frozen):
+    save_referring(referring[0])
+    with pytest.raises(CheckpointError, match=f"`read_frozen` is missing: .* not in the checkpoint, but in {PLACE}"):
+        with_frozen().restore_latest(state_with_frozen(0))
+
+
+def test_a_reference_replaces_that_of_a_run_without_a_checkpoint(referring):
+    opened, elsewhere, _ = referring
+    opened().refer(PLACE, state_with_frozen(0))
+    elsewhere["['w']"][0] = 7.0
+    save_referring(opened)
+    assert opened().restore_latest(state_with_frozen(0))[1]["w"][0] == 7.0
+    with pytest.raises(CheckpointError, match="has a checkpoint: its frozen leaves cannot be replaced"):
+        opened().refer(PLACE, state_with_frozen(0))
+
+
+def test_leaves_that_are_referred_to_need_no_room(referring, monkeypatch):
+    checkpoints = referring[0]()
+    checkpoints.refer(PLACE, state_with_frozen(0))
+    rest = sum(leaf.size * leaf.dtype.itemsize for name, leaf in state_with_frozen(0).items() if name != "w")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(CheckpointError, match=f"needs {3 * rest:,} bytes for 3 checkpoints"):
+        checkpoints.check_space(state_with_frozen(0))
+
+
 # --- Saving ---
 
 
