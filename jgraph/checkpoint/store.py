@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -161,25 +161,29 @@ class Checkpoints:
         frozen_count = 0 if is_written else 1
         check_space(self._directory, state, count, names=self._names, frozen=self._frozen, frozen_count=frozen_count)
 
-    def refer(self, source: str, like: Tree) -> None:
-        """Makes the checkpoints refer to the frozen leaves in `source`, such as the path of a folder, instead of storing them.
+    def refer(self, source: str, leaves: Mapping[str, Array]) -> None:
+        """Makes the checkpoints refer to the frozen leaves in `source`, such as a folder, instead of storing them.
 
-        Reads the frozen leaves with `read_frozen` and writes their checksums to `directory/base`. `restore_latest` reads the
-        leaves again and compares. Call it before the first `save`.
+        Writes the checksums of the frozen leaves to `directory/base`. `restore_latest` reads the leaves with `read_frozen` and
+        compares. Call it before the first `save`.
 
         Args:
             source: The first argument of `read_frozen`. Stored as it is, so use an absolute path.
-            like: Pytree of arrays or `jax.ShapeDtypeStruct`s, as for `restore_latest`.
+            leaves: Arrays by leaf name, as `read_frozen` returns them: all frozen leaves. Others are ignored.
 
         Raises:
+            ConfigError: If a frozen leaf is missing.
             CheckpointError: If there is a checkpoint already, or the checksums cannot be written.
         """
+        missing = self._frozen - leaves.keys()
+        require(not missing, "leaves", f"without {min(missing, default='')}", "all frozen leaves")
         if self.latest_step is not None:
             raise CheckpointError(f"{self._directory} has a checkpoint: its frozen leaves cannot be replaced")
-        frozen = {name: placed(leaf) for name, leaf in named(like).items() if name in self._frozen}
-        found = self._read_frozen(source, frozen)
         self._base._remove()  # of an earlier run that ended before its first checkpoint
-        self._base_crc = self._base._save_once({name: found[name] for name in frozen}, source)
+        self._base._save(0, {name: leaf for name, leaf in leaves.items() if name in self._frozen}, source)
+        self._base.wait()
+        with self._write_errors():
+            self._base_crc = self._base._digest(0)["crc"]
 
     def save(self, step: int, state: Tree) -> None:
         """Starts to write a checkpoint in the background. After the call, the caller may donate the arrays of the state.
@@ -295,16 +299,16 @@ class Checkpoints:
             self._base_crc = self._base._save_once(frozen)
         return self._base_crc
 
-    def _save_once(self, state: dict[str, Leaf], source: str = "") -> int:
+    def _save_once(self, state: dict[str, Leaf]) -> int:
         """Writes the only checkpoint, unless it exists, and waits for it. Returns the checksum of its digest."""
         if self.latest_step is None:
-            self._save(0, state, source)
+            self._save(0, state)
             self.wait()
         found, _ = _attempt(lambda: self._digest(0))
-        if found and "source" in found and not source:
+        if found and "source" in found:
             return found["crc"]  # not compared, because the layout of a run may have changed a negative zero
         sums = checksums(list(map(key_data, state.values())), self._wait)
-        expected = digest_of(state, sums, step=0, source=source)
+        expected = digest_of(state, sums, step=0)
         if any(all_gather_scalar(found != expected)):
             raise CheckpointError(f"{self._directory} does not hold the frozen leaves of this run; {self._names.restart}")
         return expected["crc"]
@@ -351,6 +355,7 @@ class Checkpoints:
         frozen = {name: leaf for name, leaf in like.items() if name not in own} if "base" in digest else {}
         like = {name: leaf for name, leaf in like.items() if name not in frozen}
         self._check_fits(step, saved, describe(like))
+        like = {leaf["name"]: like[leaf["name"]] for leaf in saved}
         leaves = list(map(placed, like.values()))
         source = digest.get("source")
         if source is None:

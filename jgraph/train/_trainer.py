@@ -174,12 +174,13 @@ class _Run:
         options: Any = {"frozen": frozen, "read_frozen": partial(read_frozen, config, setup.model.shapes)}
         checkpoints = Checkpoints(run_dir.checkpoints, keep, warn=reporter.warn, wait=wait, names=_NAMES, **options)
         try:
+            with all_or_raise():
+                if not is_new:
+                    checkpoints.check_space(shapes)
             self.startup.enter("initial state")
             with self._before_first_step("making the initial state" if is_new else "restoring the newest checkpoint"):
                 if is_new and source:
-                    checkpoints.refer(source, shapes)
-                with all_or_raise():
-                    checkpoints.check_space(shapes)
+                    init = partial(init, partial(checkpoints.refer, source))
                 done, state = _start(setup, init, checkpoints, shapes)
             outcome = "already finished"
             if done >= config.steps:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jgraph.checkpoint import CheckpointReader, store
 from jgraph.checkpoint._digest import checksums
 from jgraph.checkpoint.store import Checkpoints, check_space
-from jgraph.errors import CheckpointError
+from jgraph.errors import CheckpointError, ConfigError
 
 
 def make_state(seed: int = 0) -> dict:
@@ -418,15 +418,14 @@ def referring(with_frozen):
     return partial(with_frozen, read_frozen=read), elsewhere, read
 
 
-def save_referring(opened, offset=0.0):
-    checkpoints = opened()
-    checkpoints.refer(PLACE, state_with_frozen(0))
-    save_with_frozen(checkpoints, 1, offset)
+def refer(checkpoints, elsewhere):
+    checkpoints.refer(PLACE, {name: jnp.array(leaf) for name, leaf in elsewhere.items()})
+    return checkpoints
 
 
 def test_leaves_that_are_referred_to_are_not_written_and_restored(referring, tmp_path):
-    opened, _, read = referring
-    save_referring(opened)
+    opened, elsewhere, read = referring
+    save_with_frozen(refer(opened(), elsewhere), 1)
     save_with_frozen(opened(), 2)
     directory = tmp_path / "checkpoints"
     assert size_of(directory / "base") < 1000
@@ -440,8 +439,7 @@ def test_leaves_that_are_referred_to_are_not_written_and_restored(referring, tmp
 def test_the_source_counts_if_a_layout_has_changed_a_negative_zero(referring):
     opened, elsewhere, _ = referring
     elsewhere["['w']"][0] = -0.0
-    checkpoints = opened()
-    checkpoints.refer(PLACE, state_with_frozen(0))
+    checkpoints = refer(opened(), elsewhere)
     checkpoints.save(1, state_with_frozen(1) | {"w": jnp.asarray(elsewhere["['w']"]).at[0].set(0.0)})
     checkpoints.wait()
     save_with_frozen(opened(), 2)
@@ -452,7 +450,7 @@ def test_the_source_counts_if_a_layout_has_changed_a_negative_zero(referring):
 @pytest.mark.parametrize("place", [0, 999])
 def test_a_changed_source_is_refused_and_no_checkpoint_is_set_aside(referring, tmp_path, place):
     opened, elsewhere, read = referring
-    save_referring(opened)
+    save_with_frozen(refer(opened(), elsewhere), 1)
     elsewhere["['w']"][place] = np.nextafter(elsewhere["['w']"][place], 9)
     wrong = rf"base refers to the weights in {PLACE}, which have changed: \['w'\] has checksum .*; put the old files back"
     with pytest.raises(CheckpointError, match=wrong):
@@ -466,24 +464,26 @@ def test_a_changed_source_is_refused_and_no_checkpoint_is_set_aside(referring, t
 
 
 def test_a_checkpoint_that_refers_to_leaves_needs_their_reader(referring, with_frozen):
-    save_referring(referring[0])
+    opened, elsewhere, _ = referring
+    save_with_frozen(refer(opened(), elsewhere), 1)
     with pytest.raises(CheckpointError, match=f"`read_frozen` is missing: .* not in the checkpoint, but in {PLACE}"):
         with_frozen().restore_latest(state_with_frozen(0))
 
 
 def test_a_reference_replaces_that_of_a_run_without_a_checkpoint(referring):
     opened, elsewhere, _ = referring
-    opened().refer(PLACE, state_with_frozen(0))
+    refer(opened(), elsewhere)
     elsewhere["['w']"][0] = 7.0
-    save_referring(opened)
+    save_with_frozen(refer(opened(), elsewhere), 1)
     assert opened().restore_latest(state_with_frozen(0))[1]["w"][0] == 7.0
     with pytest.raises(CheckpointError, match="has a checkpoint: its frozen leaves cannot be replaced"):
-        opened().refer(PLACE, state_with_frozen(0))
+        refer(opened(), elsewhere)
+    with pytest.raises(ConfigError, match=r"`leaves` is without \['w'\]: must be all frozen leaves"):
+        refer(opened(), {})
 
 
 def test_leaves_that_are_referred_to_need_no_room(referring, monkeypatch):
-    checkpoints = referring[0]()
-    checkpoints.refer(PLACE, state_with_frozen(0))
+    checkpoints = refer(referring[0](), referring[1])
     rest = sum(leaf.size * leaf.dtype.itemsize for name, leaf in state_with_frozen(0).items() if name != "w")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     with pytest.raises(CheckpointError, match=f"needs {3 * rest:,} bytes for 3 checkpoints"):

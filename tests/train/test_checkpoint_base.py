@@ -212,13 +212,17 @@ def test_merged_adapters_of_another_run_are_not_a_base(runs, tmp_path):
 
 
 @pytest.mark.long
-def test_two_processes_refuse_and_resume_together(runs, stopped, moved):
-    command = (*FLAGS, "--data", "python-docs", *flags(runs), *REFERENCE, "--run-dir", str(stopped), "--dp", "2")
+def test_two_processes_begin_refuse_and_resume_together(runs, tmp_path, moved):
+    command = (*FLAGS, "--data", "python-docs", *flags(runs), *REFERENCE, "--run-dir", str(tmp_path / "run"), "--fsdp", "2")
+    link = runs / "folder"
+    link.symlink_to(moved)
+    for begins in (True, False):
+        (code, out, err), quiet = distributed.finish(distributed.start_two(*command))
+        assert (code, err, quiet) == (0, "", (0, "", ""))
+        assert ("resumed from step 2" in out) is not begins
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    link.unlink()
     for code, _, err in distributed.finish(distributed.start_two(*command)):
         assert code == 2
         assert len(err.splitlines()) == 1
         assert "refer to frozen weights that cannot be read" in err
-    (runs / "folder").symlink_to(moved)
-    (code, out, err), quiet = distributed.finish(distributed.start_two(*command))
-    assert (code, err, quiet) == (0, "", (0, "", ""))
-    assert "resumed from step 2" in out
