@@ -159,9 +159,8 @@ class _Run:
         # Process 0 decides, because it may write checkpoints while another process looks for them.
         if is_new := not all_gather_scalar(run_dir.resumes(config.output))[0]:
             with all_or_raise():
-                count = config.output.checkpoint_keep + 1
-                copies = 0 if source else 1
-                check_space(run_dir.path.absolute(), shapes, count, names=_NAMES, frozen=frozen, frozen_count=copies)
+                room: Any = {"names": _NAMES, "frozen": frozen, "frozen_count": 0 if source else 1}
+                check_space(run_dir.path.absolute(), shapes, config.output.checkpoint_keep + 1, **room)
             # Both programs compile at once, and before the directory changes: an error must not replace an earlier run.
             with self._before_first_step("compiling the training step"):
                 init = partial(self.weights.load, setup) if self.weights else setup.compile_init()
@@ -179,7 +178,7 @@ class _Run:
                     checkpoints.check_space(shapes)
             self.startup.enter("initial state")
             with self._before_first_step("making the initial state" if is_new else "restoring the newest checkpoint"):
-                if is_new and source:
+                if source:
                     init = partial(init, partial(checkpoints.refer, source))
                 done, state = _start(setup, init, checkpoints, shapes)
             outcome = "already finished"

@@ -109,9 +109,9 @@ class TrainConfig:
         """Checks that there are frozen weights to refer to."""
         is_given = self.initial.init_from or self.initial.continue_from
         missing = "frozen weights (`lora.rank` or `freeze`)" if is_given else "given weights (`init_from` or `continue_from`)"
-        is_possible = is_given and (self.lora.rank or self.freeze)
+        is_possible = bool(is_given and (self.lora.rank or self.freeze))
         base = self.output.checkpoint_base
-        require(base == "copy" or bool(is_possible), "checkpoint_base", base, f"copy in a run without {missing}")
+        require(base == "copy" or is_possible, "checkpoint_base", base, f"copy in a run without {missing}")
 
     def _check_fp8(self) -> None:
         if self.dtypes.precision == "bf16" and self.fp8 != FP8Config():

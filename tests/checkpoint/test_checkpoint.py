@@ -436,6 +436,17 @@ def test_leaves_that_are_referred_to_are_not_written_and_restored(referring, tmp
         np.testing.assert_array_equal(reader.read("['w']"), state_with_frozen(0)["w"])
 
 
+def test_the_leaves_of_a_reference_may_have_any_order(tmp_path):
+    state = {"a": jnp.zeros(3), "b": jnp.ones(3), "step": jnp.int32(1)}
+    leaves = {"['b']": state["b"], "['a']": state["a"]}
+    choices = {"frozen": leaves, "read_frozen": lambda source, like: leaves}
+    with contextlib.closing(Checkpoints(tmp_path, 1, **choices)) as checkpoints:
+        checkpoints.refer(PLACE, leaves)
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        assert_same(checkpoints.restore_latest(state)[1], state)
+
+
 def test_the_source_counts_if_a_layout_has_changed_a_negative_zero(referring):
     opened, elsewhere, _ = referring
     elsewhere["['w']"][0] = -0.0

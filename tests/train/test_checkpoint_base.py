@@ -167,12 +167,14 @@ def test_a_new_run_reserves_no_room_for_the_base(runs, tmp_path, monkeypatch, ca
 
 
 @pytest.mark.long
-def test_the_base_may_be_a_checkpoint_of_another_run_with_or_without_adapters(runs, tmp_path, capsys):
+def test_the_base_may_be_a_checkpoint_of_another_run_with_or_without_adapters(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     first = tmp_path / "first"
     assert train(first, *tiny.FLAGS, "--steps", "1") == 0
     lora = (*LORA, "--lora.base-dtype", "bfloat16", "--steps", "1", *REFERENCE)
-    assert train(tmp_path / "second", "--continue-from", str(first), *lora) == 0
-    assert train(tmp_path / "third", "--continue-from", str(tmp_path / "second"), *lora) == 0
+    assert train(tmp_path / "second", "--continue-from", "first", *lora) == 0
+    assert train(tmp_path / "third", "--continue-from", "second", *lora) == 0
+    monkeypatch.chdir("/")
     expected = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), jgraph.load(first).params)
     assert_same_bits(separated(jgraph.load(tmp_path / "third").params)[0], expected)
     (first / "checkpoints" / "1").rename(first / "checkpoints" / "2")
@@ -182,10 +184,12 @@ def test_the_base_may_be_a_checkpoint_of_another_run_with_or_without_adapters(ru
 
 
 @pytest.mark.long
-def test_a_run_with_frozen_layers_refers_to_them(runs, tmp_path):
-    frozen = ("--init-from", str(runs / "folder"), "--freeze", "embedding_VD", "--steps", "1")
+def test_a_run_with_frozen_layers_refers_to_them(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(runs)
+    frozen = ("--init-from", "folder", "--freeze", "embedding_VD", "--steps", "1")
     for name, choice in (("copy", ()), ("reference", REFERENCE)):
         assert train(tmp_path / name, *frozen, *choice) == 0
+    monkeypatch.chdir(tmp_path)
     (_, state), (_, expected) = (restored(tmp_path / name) for name in ("reference", "copy"))
     assert_same_bits(state, expected)
     assert size_of(tmp_path / "reference") < size_of(tmp_path / "copy") - 256 * 32
