@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from jax.sharding import SingleDeviceSharding
 from jgraph.errors import CheckpointError
 from jgraph.tree import is_key, key_data
 from jgraph.types import Leaf, Tree
+
+ReadFrozen: TypeAlias = Callable[[str, Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, Array]]
+"""Reads leaves by name from the place that `Checkpoints.refer` names, with their shapes, dtypes and shardings."""
 
 
 class Described(TypedDict):
@@ -36,6 +39,8 @@ class Digest(TypedDict):
     step: NotRequired[int]
     # `crc` of the frozen leaves that belong to it, which are saved elsewhere
     base: NotRequired[int]
+    # where the leaves are, if not beside the digest
+    source: NotRequired[str]
     crc: int
 
 
@@ -82,11 +87,13 @@ def describe(leaves: Mapping[str, Leaf]) -> list[Described]:
     return [{"name": name, "dtype": str(leaf.dtype), "shape": list(leaf.shape)} for name, leaf in leaves.items()]
 
 
-def digest_of(leaves: Mapping[str, Leaf], sums: list[int], *, step: int, base: int | None) -> Digest:
+def digest_of(leaves: Mapping[str, Leaf], sums: list[int], *, step: int, base: int | None = None, source: str = "") -> Digest:
     """Returns a digest. It has a checksum too, so that a flipped digit in it is not reported as another model."""
     digest = Digest(leaves=describe(leaves), checksums=sums, step=step, crc=0)
     if base is not None:
         digest["base"] = base
+    if source:
+        digest["source"] = source
     digest["crc"] = _crc(digest)
     return digest
 
@@ -102,8 +109,8 @@ def unseal(digest: Digest) -> list[int]:
 
 
 def _crc(digest: Digest) -> int:
-    numbers = [number for number in (digest.get("step"), digest.get("base")) if number is not None]
-    return zlib.crc32(json.dumps([digest["leaves"], digest["checksums"], *numbers], sort_keys=True).encode())
+    rest = [value for value in (digest.get("step"), digest.get("base"), digest.get("source")) if value is not None]
+    return zlib.crc32(json.dumps([digest["leaves"], digest["checksums"], *rest], sort_keys=True).encode())
 
 
 def check_step(path: Path, digest: Digest, field: str = "") -> None:
@@ -120,6 +127,17 @@ def mask(digest: Digest) -> int:
 
 def shown_shape(leaf: Described | None) -> str:
     return f"{leaf['dtype']}{leaf['shape']}" if leaf else "absent"
+
+
+def no_reader(source: str, like: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, Array]:
+    """The default `ReadFrozen`."""
+    raise CheckpointError(f"`read_frozen` is missing: the frozen leaves are not in the checkpoint, but in {source}")
+
+
+def changed(directory: Path, source: str, name: str, actual: int, stored: int) -> CheckpointError:
+    """Returns the error about a leaf in `source` that is not the one to which `directory` refers."""
+    was = f"{name} has checksum {actual:08x} and had {stored:08x}"
+    return CheckpointError(f"{directory} refers to the weights in {source}, which have changed: {was}; put the old files back")
 
 
 def placed(leaf: Leaf) -> jax.ShapeDtypeStruct:

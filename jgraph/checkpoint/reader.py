@@ -11,7 +11,20 @@ import orbax.checkpoint as ocp
 from jax import Array
 from jax.sharding import SingleDeviceSharding
 
-from jgraph.checkpoint._digest import DamagedError, Described, Digest, check_step, checksums, like_key, mask, placed, unseal
+from jgraph.checkpoint._digest import (
+    DamagedError,
+    Described,
+    Digest,
+    ReadFrozen,
+    changed,
+    check_step,
+    checksums,
+    like_key,
+    mask,
+    no_reader,
+    placed,
+    unseal,
+)
 from jgraph.checkpoint.store import BASE, Names, check_path, first_line
 from jgraph.errors import CheckpointError
 from jgraph.processes import all_or_raise
@@ -25,9 +38,10 @@ class CheckpointReader:
     """
 
     # The step is None for the newest.
-    def __init__(self, directory: Path, step: int | None = None, *, field: str = "step"):
+    def __init__(self, directory: Path, step: int | None = None, *, field: str = "step", read_frozen: ReadFrozen = no_reader):
         self._directory = Path(directory).absolute()
         self._field = field
+        self._read_frozen = read_frozen
         check_path(self._directory, "\\", names=Names("run_dir"))
         if not self._directory.is_dir():
             raise CheckpointError(f"{directory}: there is no checkpoint yet")
@@ -47,6 +61,7 @@ class CheckpointReader:
             raise self._damaged(str(e)) from e
         check_step(self._directory / str(self.step), digest, field)
         self._mask = mask(digest)
+        self._source = digest.get("source")
         self._base = self._open_base(digest)
         self.crc = digest["crc"]
         self._leaves = {leaf["name"]: (number, leaf) for number, leaf in enumerate(digest["leaves"])}
@@ -64,28 +79,38 @@ class CheckpointReader:
         if self._base:
             frozen = {name: leaf for name, leaf in like.items() if name not in self._leaves}
             own = {name: leaf for name, leaf in like.items() if name not in frozen}
-            return self._place(own) | self._base.place(frozen)
+            return self._place(own) | (self._base.place(frozen) if frozen else {})
         return self._place(like)
 
     def _place(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
-        leaves: list[Any] = [ocp.PLACEHOLDER] * len(self._leaves)
-        restore_args = [ocp.RestoreArgs()] * len(self._leaves)
+        avals: dict[str, jax.ShapeDtypeStruct] = {}
         for name, leaf in like.items():
-            number, saved = self._leaf(name)
+            _, saved = self._leaf(name)
             if tuple(saved["shape"]) != leaf.shape:
                 where = self._directory / str(self.step)
                 shapes = f"{saved['shape']} in it and {list(leaf.shape)} in this run"
                 raise CheckpointError(f"checkpoint {where} does not fit this run: {name} has shape {shapes}", field=self._field)
             dtype = leaf.dtype if is_key(leaf) else jnp.dtype(saved["dtype"])
-            aval = placed(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding))
-            leaves[number], restore_args[number] = aval, ocp.ArrayRestoreArgs(sharding=aval.sharding, dtype=aval.dtype)
-        with all_or_raise():
-            found = self._restore("state", ocp.args.PyTreeRestore(leaves, restore_args=restore_args))  # pyright: ignore[reportCallIssue]
-        arrays = {name: found[self._leaf(name)[0]] for name in like}
+            avals[name] = placed(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding))
+        found = self._stored(avals) if self._source is None else self._read_frozen(self._source, avals)
+        arrays = {name: found[name] for name in like}
         for name, actual in zip(arrays, checksums(list(arrays.values())), strict=True):
             if actual & self._mask != (expected := self._sums[self._leaf(name)[0]]):
+                if self._source is not None:
+                    raise changed(self._directory, self._source, name, actual, expected)
                 raise self._damaged(f"{name} has checksum {actual:08x}, not {expected:08x}")
         return {name: like_key(like[name], array) for name, array in arrays.items()}
+
+    def _stored(self, avals: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+        leaves: list[Any] = [ocp.PLACEHOLDER] * len(self._leaves)
+        restore_args = [ocp.RestoreArgs()] * len(self._leaves)
+        numbers = {name: self._leaf(name)[0] for name in avals}
+        for name, aval in avals.items():
+            leaves[numbers[name]] = aval
+            restore_args[numbers[name]] = ocp.ArrayRestoreArgs(sharding=aval.sharding, dtype=aval.dtype)
+        with all_or_raise():
+            found = self._restore("state", ocp.args.PyTreeRestore(leaves, restore_args=restore_args))  # pyright: ignore[reportCallIssue]
+        return {name: found[number] for name, number in numbers.items()}
 
     def _leaf(self, name: str) -> tuple[int, Described]:
         if self._base and name not in self._leaves:
@@ -103,7 +128,7 @@ class CheckpointReader:
         if "base" not in digest:
             return None
         try:
-            base = CheckpointReader(self._directory / BASE, field=self._field)
+            base = CheckpointReader(self._directory / BASE, field=self._field, read_frozen=self._read_frozen)
         except CheckpointError as e:
             raise self._damaged(f"its frozen leaves: {e}") from e
         if base.crc != digest["base"]:

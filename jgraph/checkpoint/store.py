@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -29,6 +29,8 @@ from jgraph.checkpoint._digest import (
     DamagedError,
     Described,
     Digest,
+    ReadFrozen,
+    changed,
     check_step,
     checksums,
     describe,
@@ -36,6 +38,7 @@ from jgraph.checkpoint._digest import (
     like_key,
     mask,
     named,
+    no_reader,
     placed,
     shown_shape,
     unseal,
@@ -77,7 +80,8 @@ class Checkpoints:
     one directory and call every method together. A training state that was saved as `TrainStep.canonical.of(state)` can be
     restored on other devices.
 
-    Frozen leaves are written once, to `directory/base`, which is complete before the first checkpoint is written.
+    Frozen leaves are written once, to `directory/base`, which is complete before the first checkpoint is written; or not at
+    all, after a call of `refer`.
 
     Args:
         directory: Directory of the checkpoints; created if missing. Leftovers of an interrupted save are removed. Its absolute
@@ -89,6 +93,8 @@ class Checkpoints:
             until they are computed, and return the list. A program can pass a function that raises an error after a timeout.
         names: Names of the arguments in messages, for a program that has other arguments.
         frozen: Names of leaves that no step changes, such as `step.canonical.frozen`.
+        read_frozen: Reads frozen leaves of checkpoints that refer to them. Called by all processes with the `source` of `refer`
+            and a dict of `jax.ShapeDtypeStruct`s with shardings by leaf name. Must return arrays like these by name.
 
     Raises:
         ConfigError: If `keep` is not a positive integer, or `frozen` is a string.
@@ -113,6 +119,7 @@ class Checkpoints:
         wait: Callable[[list[Array]], list[Array]] = jax.block_until_ready,
         names: Names = _NAMES,
         frozen: Collection[str] = (),
+        read_frozen: ReadFrozen = no_reader,
     ):
         require(isinstance(keep, int) and keep > 0, "keep", repr(keep), "a positive integer")
         require(not isinstance(frozen, str), "frozen", repr(frozen), "names of leaves, such as step.canonical.frozen")
@@ -122,6 +129,7 @@ class Checkpoints:
         self._wait = wait
         self._names = names
         self._frozen = frozenset(frozen)
+        self._read_frozen = read_frozen
         self._base_crc: int | None = None  # None before the first save
         self._unread: tuple[int, Digest] | None = None  # step and digest of a save that was not read back yet
         check_path(self._directory, names=names)
@@ -139,8 +147,8 @@ class Checkpoints:
         """Checks that the disk has room for `keep` checkpoints and for one that is being written. Writes nothing.
 
         The checkpoints that are already in the directory need no more room. For each of the others, the free bytes of the disk
-        must suffice for the bytes of all leaves. Frozen leaves count once. A leaf that is sharded over devices or processes
-        counts in full.
+        must suffice for the bytes of all leaves. Frozen leaves count once, or not at all after a call of `refer`. A leaf that
+        is sharded over devices or processes counts in full.
 
         Args:
             state: Pytree of arrays or `jax.ShapeDtypeStruct`s, with the shapes and dtypes of the state to save.
@@ -150,8 +158,32 @@ class Checkpoints:
         """
         count = self._keep + 1 - len(self._manager.all_steps())
         is_written = bool(self._frozen) and self._base.latest_step is not None
-        known = {name: leaf for name, leaf in named(state).items() if not (is_written and name in self._frozen)}
-        _check_space(self._directory, known, count, names=self._names, frozen=self._frozen)
+        frozen_count = 0 if is_written else 1
+        check_space(self._directory, state, count, names=self._names, frozen=self._frozen, frozen_count=frozen_count)
+
+    def refer(self, source: str, leaves: Mapping[str, Array]) -> None:
+        """Makes the checkpoints refer to the frozen leaves in `source`, such as a folder, instead of storing them.
+
+        Writes the checksums of the frozen leaves to `directory/base`. `restore_latest` reads the leaves with `read_frozen` and
+        compares. Call it before the first `save`.
+
+        Args:
+            source: The first argument of `read_frozen`. Stored as it is, so use an absolute path.
+            leaves: Arrays by leaf name, as `read_frozen` returns them: all frozen leaves. Others are ignored.
+
+        Raises:
+            ConfigError: If a frozen leaf is missing.
+            CheckpointError: If there is a checkpoint already, or the checksums cannot be written.
+        """
+        missing = self._frozen - leaves.keys()
+        require(not missing, "leaves", f"without {min(missing, default='')}", "all frozen leaves")
+        if self.latest_step is not None:
+            raise CheckpointError(f"{self._directory} has a checkpoint: its frozen leaves cannot be replaced")
+        self._base._remove()  # of an earlier run that ended before its first checkpoint
+        self._base._save(0, {name: leaf for name, leaf in leaves.items() if name in self._frozen}, source)
+        self._base.wait()
+        with self._write_errors():
+            self._base_crc = self._base._digest(0)["crc"]
 
     def save(self, step: int, state: Tree) -> None:
         """Starts to write a checkpoint in the background. After the call, the caller may donate the arrays of the state.
@@ -238,22 +270,23 @@ class Checkpoints:
     @functools.cached_property
     def _base(self) -> "Checkpoints":
         """The frozen leaves, as a checkpoint of step 0 in a directory of its own."""
-        return Checkpoints(self._directory / BASE, 1, warn=self._warn, wait=self._wait, names=self._names)
+        shared: Any = {"warn": self._warn, "wait": self._wait, "names": self._names, "read_frozen": self._read_frozen}
+        return Checkpoints(self._directory / BASE, 1, **shared)
 
-    def _save(self, step: int, state: dict[str, Leaf]) -> None:
+    def _save(self, step: int, state: dict[str, Leaf], source: str = "") -> None:
+        """Saves a state, or only its digest if the leaves are in `source`."""
         frozen = {name: leaf for name, leaf in state.items() if name in self._frozen}
         base = self._save_base(frozen) if frozen else None
         changing = {name: leaf for name, leaf in state.items() if name not in frozen}
         with self._write_errors():
             # Orbax stores the integers of a random key. Its implementation is in the digest, as the dtype.
             leaves = list(map(key_data, changing.values()))
-            digest = digest_of(changing, checksums(leaves, self._wait), step=step, base=base)
-            args = ocp.args.Composite(
-                state=ocp.args.PyTreeSave(leaves),  # pyright: ignore[reportCallIssue]
-                digest=ocp.args.JsonSave(digest),  # pyright: ignore[reportCallIssue]
-            )
+            digest = digest_of(changing, checksums(leaves, self._wait), step=step, base=base, source=source)
+            items: dict[str, Any] = {"digest": ocp.args.JsonSave(digest)}  # pyright: ignore[reportCallIssue]
+            if not source:
+                items["state"] = ocp.args.PyTreeSave(leaves)  # pyright: ignore[reportCallIssue]
             self._finish()
-            if self._manager.save(step, args=args):
+            if self._manager.save(step, args=ocp.args.Composite(**items)) and not source:
                 self._unread = step, digest
             self._empty_trash()
 
@@ -271,9 +304,11 @@ class Checkpoints:
         if self.latest_step is None:
             self._save(0, state)
             self.wait()
-        sums = checksums(list(map(key_data, state.values())), self._wait)
-        expected = digest_of(state, sums, step=0, base=None)
         found, _ = _attempt(lambda: self._digest(0))
+        if found and "source" in found:
+            return found["crc"]  # not compared, because the layout of a run may have changed a negative zero
+        sums = checksums(list(map(key_data, state.values())), self._wait)
+        expected = digest_of(state, sums, step=0)
         if any(all_gather_scalar(found != expected)):
             raise CheckpointError(f"{self._directory} does not hold the frozen leaves of this run; {self._names.restart}")
         return expected["crc"]
@@ -320,11 +355,19 @@ class Checkpoints:
         frozen = {name: leaf for name, leaf in like.items() if name not in own} if "base" in digest else {}
         like = {name: leaf for name, leaf in like.items() if name not in frozen}
         self._check_fits(step, saved, describe(like))
+        like = {leaf["name"]: like[leaf["name"]] for leaf in saved}
         leaves = list(map(placed, like.values()))
-        restore_args = ocp.checkpoint_utils.construct_restore_args(leaves)
-        restored = self._read(step, "state", ocp.args.PyTreeRestore(leaves, restore_args=restore_args))  # pyright: ignore[reportCallIssue]
+        source = digest.get("source")
+        if source is None:
+            restore_args = ocp.checkpoint_utils.construct_restore_args(leaves)
+            restored = self._read(step, "state", ocp.args.PyTreeRestore(leaves, restore_args=restore_args))  # pyright: ignore[reportCallIssue]
+        else:
+            arrays = self._read_frozen(source, dict(zip(like, leaves, strict=True)))
+            restored = [arrays[name] for name in like]
         for leaf, stored, actual in zip(saved, expected, checksums(restored), strict=True):
             if actual & mask(digest) != stored:
+                if source is not None:
+                    raise changed(self._directory, source, leaf["name"], actual, stored)
                 raise DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {stored:08x}")
         found = {name: like_key(leaf, array) for (name, leaf), array in zip(like.items(), restored, strict=True)}
         return found | (self._base._restore_once(frozen, digest["base"]) if "base" in digest else {})
@@ -447,17 +490,22 @@ def check_path(directory: Path, refused: str = "*?[\\", *, names: Names = _NAMES
         raise CheckpointError(f"`{names.directory}`: checkpoints in {directory} could not be restored: {wrong}")
 
 
-def check_space(directory: Path, state: Tree, count: int, *, names: Names = _NAMES, frozen: Collection[str] = ()) -> None:
+def check_space(
+    directory: Path,
+    state: Tree,
+    count: int,
+    *,
+    names: Names = _NAMES,
+    frozen: Collection[str] = (),
+    frozen_count: Literal[0, 1] = 1,
+) -> None:
     """Raises CheckpointError if `count` copies of a state have more bytes than are free on the disk of a directory.
 
-    The leaves with the names `frozen` count once.
+    There are `frozen_count` copies of the leaves with the names `frozen`.
     """
-    _check_space(directory, named(state), count, names=names, frozen=frozen)
-
-
-def _check_space(directory: Path, leaves: Mapping[str, Leaf], count: int, *, names: Names, frozen: Collection[str]) -> None:
     # An array that is sharded over devices counts in full. A missing directory counts as its nearest existing parent.
-    needed = sum(leaf.size * leaf.dtype.itemsize * (1 if name in frozen else count) for name, leaf in leaves.items())
+    sizes = {name: leaf.size * leaf.dtype.itemsize for name, leaf in named(state).items()}
+    needed = sum(size * (frozen_count if name in frozen else count) for name, size in sizes.items())
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:

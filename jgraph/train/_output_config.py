@@ -1,6 +1,7 @@
 """Settings of the run directory and its checkpoints. No JAX."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jgraph.errors import check_types, require_positive
 from jgraph.settings import may_change
@@ -18,6 +19,9 @@ class OutputConfig:
     """Steps between checkpoints. The last step is always saved."""
     checkpoint_keep: int = may_change(2, "saving and stopping do not change the training")
     """Number of checkpoints to keep."""
+    checkpoint_base: Literal["copy", "reference"] = "copy"
+    """Frozen weights of a run with `lora.rank` or `freeze`: `copy` stores them once per run. `reference` stores the path of
+    `init_from` or `continue_from` and checksums: the run cannot be resumed or read without these files."""
 
     def __post_init__(self):
         check_types(self)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,6 +36,7 @@ from jgraph.train.config import TrainConfig
 from jgraph.train.initial import InitialWeights, initial_weights, tokenizer_of, tokenizer_warning, write_origin
 from jgraph.train.metrics import MetricsLog, StepClock, read_metrics
 from jgraph.train.rundir import RunDir, versions
+from jgraph.train.saved import read_frozen
 from jgraph.train.setup import TrainSetup
 from jgraph.xla import cache, compiler_options
 from jgraph.xla.options import known
@@ -153,10 +155,12 @@ class _Run:
         batches = self._batches()
         step = None
         init = setup.init
+        source = str(self.weights.path) if self.weights and config.output.checkpoint_base == "reference" else ""
         # Process 0 decides, because it may write checkpoints while another process looks for them.
         if is_new := not all_gather_scalar(run_dir.resumes(config.output))[0]:
             with all_or_raise():
-                check_space(run_dir.path.absolute(), shapes, config.output.checkpoint_keep + 1, names=_NAMES, frozen=frozen)
+                room: Any = {"names": _NAMES, "frozen": frozen, "frozen_count": 0 if source else 1}
+                check_space(run_dir.path.absolute(), shapes, config.output.checkpoint_keep + 1, **room)
             # Both programs compile at once, and before the directory changes: an error must not replace an earlier run.
             with self._before_first_step("compiling the training step"):
                 init = partial(self.weights.load, setup) if self.weights else setup.compile_init()
@@ -166,12 +170,16 @@ class _Run:
                 self._write(is_new=is_new)
         wait = partial(self.watchdog.wait, lambda: "the checksums of the state for a checkpoint")
         keep = config.output.checkpoint_keep
-        checkpoints = Checkpoints(run_dir.checkpoints, keep, warn=reporter.warn, wait=wait, names=_NAMES, frozen=frozen)
+        options: Any = {"frozen": frozen, "read_frozen": partial(read_frozen, config, setup.model.shapes)}
+        checkpoints = Checkpoints(run_dir.checkpoints, keep, warn=reporter.warn, wait=wait, names=_NAMES, **options)
         try:
             with all_or_raise():
-                checkpoints.check_space(shapes)
+                if not is_new:
+                    checkpoints.check_space(shapes)
             self.startup.enter("initial state")
             with self._before_first_step("making the initial state" if is_new else "restoring the newest checkpoint"):
+                if source:
+                    init = partial(init, partial(checkpoints.refer, source))
                 done, state = _start(setup, init, checkpoints, shapes)
             outcome = "already finished"
             if done >= config.steps:

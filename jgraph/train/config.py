@@ -67,6 +67,7 @@ class TrainConfig:
         self._check_experts()
         if self.is_pipeline:
             self._check_pipeline()
+        self._check_base()
         self.dtypes.check()
         remat = self.compile.remat
         require(self.is_pipeline or remat != "wide", "remat", remat, "nothing or layer without a pipeline")
@@ -103,6 +104,14 @@ class TrainConfig:
         experts = moe.num_experts
         require(experts > 0, "ep", ep, "1 for a model without experts")
         require(experts % shards == 0, "ep", ep, f"such that {shards} devices divide `model.moe.num_experts` {experts}")
+
+    def _check_base(self) -> None:
+        """Checks that there are frozen weights to refer to."""
+        is_given = self.initial.init_from or self.initial.continue_from
+        missing = "frozen weights (`lora.rank` or `freeze`)" if is_given else "given weights (`init_from` or `continue_from`)"
+        is_possible = bool(is_given and (self.lora.rank or self.freeze))
+        base = self.output.checkpoint_base
+        require(base == "copy" or is_possible, "checkpoint_base", base, f"copy in a run without {missing}")
 
     def _check_fp8(self) -> None:
         if self.dtypes.precision == "bf16" and self.fp8 != FP8Config():

@@ -11,13 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgraph.adapters import AdaptedModel, joined, separated
+from jgraph.checkpoint.canonical import leaves_of
 from jgraph.data import Tokenizer, is_text, tokenizer_beside
 from jgraph.data._texts import copy_files
 from jgraph.data.tokenizer import (
@@ -38,12 +40,15 @@ from jgraph.train.config import InitialConfig, TrainConfig
 from jgraph.train.hooks import model_hooks
 from jgraph.train.model import settings_hooks
 from jgraph.train.optimizer import restart_schedule
-from jgraph.train.rundir import ORIGIN, RunDir
+from jgraph.train.rundir import ORIGIN, RunDir, run_of
 from jgraph.train.saved import SavedRun
 from jgraph.train.setup import TrainSetup
 
 # Settings that may differ from those of the initial weights: dtype and order of matmuls, and the training of routers.
 _FREE = ("model.compute_dtype", "model.tensor_overlap", "model.moe.balance_loss", "model.moe.z_loss", "model.moe.bias_rate")
+
+
+OnRead: TypeAlias = Callable[[dict[str, Array]], object]
 
 
 def names_of(module: str, *, field: str) -> HuggingFace:
@@ -76,13 +81,6 @@ def dtype_of_source(init_from: str, continue_from: str, run_dir: str) -> str:
     source = Path(init_from) if init_from and not continue_from else run_of(continue_from)[0] / ORIGIN
     folders = [path for path in (source, RunDir(Path(run_dir)).origin) if (path / CONFIG_FILE).exists()]
     return Folder(folders[0], field="init_from").dtype if folders else "float32"
-
-
-def run_of(continue_from: str) -> tuple[Path, int | None]:
-    """Splits RUN/checkpoints/STEP, or RUN alone, into the run directory and the step or None. Does not look for the files."""
-    path = Path(continue_from)
-    is_step = path.parent.name == "checkpoints" and path.name.isdecimal()
-    return (path.parents[1], int(path.name)) if is_step else (path, None)
 
 
 def config_of_run(continue_from: str, run_dir: str, *, module: str = "") -> TrainConfig:
@@ -179,7 +177,10 @@ class InitialWeights:
     about: str
     # steps of the other run's checkpoint; None for a Hugging Face folder
     step: int | None
-    load: Callable[[TrainSetup], TrainState]
+    # a second argument is called with the parameters as they are read, by the names of their leaves in a checkpoint
+    load: Callable[..., TrainState]
+    # absolute path of the folder or of the checkpoint, for `checkpoint_base` reference
+    path: Path
     close: Callable[[], None] = lambda: None
 
 
@@ -197,7 +198,7 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
         settings = folder.settings(names, config.model)
         folder.check(names, settings)
         check_alike(config.model, settings, f"as in `init_from` {initial.init_from}")
-        return InitialWeights(initial.init_from, None, partial(_of_folder, folder))
+        return InitialWeights(initial.init_from, None, partial(_of_folder, folder), folder.path.absolute())
     path, step = run_of(initial.continue_from)
     if path.resolve() == Path(config.output.run_dir).resolve():
         raise ConfigError(
@@ -211,18 +212,28 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
             here, there = getattr(config.optimizer, name), getattr(saved.config.optimizer, name)
             allowed = f"{_shown(there)}, as in `continue_from` {initial.continue_from}, or use `continue_with` weights"
             require(here == there, f"optimizer.{name}", _shown(here), allowed)
+        base = config.output.checkpoint_base
+        is_merged = saved.config.lora.rank > 0 and saved.config.lora != config.lora
+        must = "copy, because the adapters of the run `continue_from` are added to its weights (`lora` differs)"
+        require(base == "copy" or not is_merged, "checkpoint_base", base, must)
         on_error.pop_all()
-    return InitialWeights(f"{path} after {saved.step} steps", saved.step, partial(_of_run, saved), saved.close)
+    checkpoint = saved.dir.checkpoints.absolute() / str(saved.step)
+    return InitialWeights(f"{path} after {saved.step} steps", saved.step, partial(_of_run, saved), checkpoint, saved.close)
 
 
 def _shown(value: str | tuple[str, ...]) -> str:
     return value if isinstance(value, str) else " ".join(value) or "empty"
 
 
-def _of_folder(folder: Folder, setup: TrainSetup) -> TrainState:
+def _by_leaf(params: Any) -> dict[str, Array]:
+    return dict(zip(leaves_of(params).values(), jax.tree.leaves(params), strict=True))
+
+
+def _of_folder(folder: Folder, setup: TrainSetup, on_read: OnRead = lambda leaves: None) -> TrainState:
     parts = names_of(setup.config.module, field="init_from").parts(setup.config.model)
-    base = separated(setup.step.canonical.shapes().params)[0]
-    return setup.step.init(_with_adapters(setup, load_parameters(folder, parts, base)), setup.new_carried())
+    base = load_parameters(folder, parts, separated(setup.step.canonical.shapes().params)[0])
+    on_read(_by_leaf(base))
+    return setup.step.init(_with_adapters(setup, base), setup.new_carried())
 
 
 def _with_adapters(setup: TrainSetup, base: Any) -> Any:
@@ -234,13 +245,14 @@ def _with_adapters(setup: TrainSetup, base: Any) -> Any:
     return in_turn(jax.jit(setup.model.with_adapters, out_shardings=shardings, donate_argnums=0)(base))
 
 
-def _weights_of(saved: SavedRun, setup: TrainSetup, like: Any) -> Any:
+def _weights_of(saved: SavedRun, setup: TrainSetup, like: Any, on_read: OnRead) -> Any:
     """Reads the weights of another run. Merges its adapters if the run has other ones or none."""
-    if setup.config.lora == saved.config.lora:
-        return saved.place(params=like)["params"]
+    is_same = setup.config.lora == saved.config.lora
     base = separated(like)[0]
-    if not isinstance(saved.model, AdaptedModel):
-        return _with_adapters(setup, saved.place(params=base)["params"])
+    if is_same or not isinstance(saved.model, AdaptedModel):
+        params = saved.place(params=like if is_same else base)["params"]
+        on_read(_by_leaf(params))
+        return params if is_same else _with_adapters(setup, params)
     mesh = setup.step.mesh
     where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     low = jax.tree.map(
@@ -251,7 +263,7 @@ def _weights_of(saved: SavedRun, setup: TrainSetup, like: Any) -> Any:
     return _with_adapters(setup, in_turn(jax.jit(saved.model.merge, out_shardings=shardings)(found)))
 
 
-def _of_run(saved: SavedRun, setup: TrainSetup) -> TrainState:
+def _of_run(saved: SavedRun, setup: TrainSetup, on_read: OnRead = lambda leaves: None) -> TrainState:
     """Makes the initial state with the weights of another run, and its optimizer state for `continue_with` optimizer.
 
     Takes over the FP8 amax histories if the recipe is the same except for `compute`. The count for bias correction is taken
@@ -263,11 +275,12 @@ def _of_run(saved: SavedRun, setup: TrainSetup) -> TrainState:
     same = config.is_delayed and saved.config.is_delayed and alike
     parts = {"carried": like.carried} | ({"observed": like.observed} if same else {})
     if config.initial.continue_with == "weights":
-        return setup.step.init(_weights_of(saved, setup, like.params), **saved.place(**parts))
+        return setup.step.init(_weights_of(saved, setup, like.params, on_read), **saved.place(**parts))
     if config.lora != saved.config.lora:
         must = "weights, because the other run trained other parameters (`lora`)"
         raise ConfigError(f"`continue_with` is optimizer: must be {must}", field="continue_with")
     found: dict[str, Any] = saved.place(params=like.params, **parts, opt_state=like.opt_state)
+    on_read(_by_leaf(found["params"]))
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)

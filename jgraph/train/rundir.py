@@ -18,6 +18,13 @@ ORIGIN = "origin"
 """Subdirectory with copies of the small files of the initial weights and the data, such as a tokenizer."""
 
 
+def run_of(continue_from: str) -> tuple[Path, int | None]:
+    """Splits RUN/checkpoints/STEP, or RUN alone, into the run directory and the step or None. Does not look for the files."""
+    path = Path(continue_from)
+    is_step = path.parent.name == "checkpoints" and path.name.isdecimal()
+    return (path.parents[1], int(path.name)) if is_step else (path, None)
+
+
 class RunDir:
     """Reads and writes the files of a run under one directory, which need not exist yet."""
 

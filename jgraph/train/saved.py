@@ -1,20 +1,30 @@
 """Reads the configuration and the parameters of a run directory, on any devices."""
 
+import contextlib
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from jgraph.adapters import A, AdaptedModel, B
 from jgraph.checkpoint import CheckpointReader
 from jgraph.checkpoint.canonical import leaves_of
 from jgraph.dispatch import in_turn
+from jgraph.errors import CheckpointError, JgraphError
+from jgraph.interop.folder import Folder
+from jgraph.interop.load import load_parameters
 from jgraph.modules import FunctionalModel
+from jgraph.processes import all_or_raise
 from jgraph.train._functional import functional_model
-from jgraph.train.rundir import RunDir
-from jgraph.types import Tree
+from jgraph.train.config import TrainConfig
+from jgraph.train.hooks import model_hooks
+from jgraph.train.rundir import RunDir, run_of
+from jgraph.types import Params, Tree
 
 
 class SavedRun:
@@ -27,7 +37,9 @@ class SavedRun:
         self.dir = RunDir(path)
         self.path = path
         self.config = self.dir.saved_config(field=field, module=module)
-        self._reader = CheckpointReader(self.dir.checkpoints, step, field="step" if field == "run" else field)
+        read = lambda source, like: read_frozen(self.config, self.model.shapes, source, like)  # noqa: E731
+        at = "step" if field == "run" else field
+        self._reader = CheckpointReader(self.dir.checkpoints, step, field=at, read_frozen=read)
         self.step = self._reader.step
 
     @cached_property
@@ -68,3 +80,38 @@ class SavedRun:
     @cached_property
     def _leaves(self) -> dict[str, str]:
         return leaves_of(self.model.shapes)
+
+
+def read_frozen(
+    config: TrainConfig, shapes: Params, source: str, like: Mapping[str, jax.ShapeDtypeStruct]
+) -> Mapping[str, Array]:
+    """Reads frozen leaves of a run from the folder or the checkpoint that it began with, in the dtypes of `like`. Collective.
+
+    `shapes` are the parameters of the run, and `source` is an `InitialWeights.path`.
+    """
+    path, step = run_of(source)
+    with all_or_raise():
+        try:
+            if config.initial.init_from:
+                return _read_folder(Folder(Path(source), field="init_from"), config, shapes, like)
+            run = SavedRun(path, step, module=config.module, field="continue_from")
+        except JgraphError as e:
+            about = "the checkpoints of this run refer to frozen weights that cannot be read"
+            raise CheckpointError(f"{about}: {e}; move the files back to {source}, or put a link there") from e
+    with contextlib.closing(run):
+        found = run._reader.place(like)
+        return {name: in_turn(found[name].astype(leaf.dtype)) for name, leaf in like.items()}
+
+
+def _read_folder(
+    folder: Folder, config: TrainConfig, shapes: Params, like: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, Array]:
+    names = {name: leaf for name, leaf in leaves_of(shapes).items() if leaf in like}
+    hugging_face = model_hooks(config.module).hugging_face
+    assert hugging_face is not None, "checked when the run began"
+    parts = {name: own for name, own in hugging_face.parts(config.model).items() if name in names}
+    for own in parts.values():
+        for part in own:
+            folder.check_tensor(part)
+    found: Any = load_parameters(folder, parts, {name: like[leaf] for name, leaf in names.items()})
+    return {leaf: found[name] for name, leaf in names.items()}

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jgraph.checkpoint import CheckpointReader, store
 from jgraph.checkpoint._digest import checksums
 from jgraph.checkpoint.store import Checkpoints, check_space
-from jgraph.errors import CheckpointError
+from jgraph.errors import CheckpointError, ConfigError
 
 
 def make_state(seed: int = 0) -> dict:
@@ -399,6 +399,106 @@ def test_frozen_leaves_need_room_once(with_frozen, monkeypatch):
     save_with_frozen(checkpoints, 1)
     with pytest.raises(CheckpointError, match=f"needs {2 * rest:,} bytes for 2 checkpoints"):
         checkpoints.check_space(state)
+
+
+# --- Frozen leaves that stay where they are ---
+
+PLACE = "/models/base"
+
+
+@pytest.fixture
+def referring(with_frozen):
+    """Returns a function that opens checkpoints whose leaf `w` is in a dict, and the dict."""
+    elsewhere = {"['w']": np.array(state_with_frozen(0)["w"])}
+
+    def read(source, like):
+        assert source == PLACE
+        return {name: jax.device_put(elsewhere[name].copy(), leaf.sharding) for name, leaf in like.items()}
+
+    return partial(with_frozen, read_frozen=read), elsewhere, read
+
+
+def refer(checkpoints, elsewhere):
+    checkpoints.refer(PLACE, {name: jnp.array(leaf) for name, leaf in elsewhere.items()})
+    return checkpoints
+
+
+def test_leaves_that_are_referred_to_are_not_written_and_restored(referring, tmp_path):
+    opened, elsewhere, read = referring
+    save_with_frozen(refer(opened(), elsewhere), 1)
+    save_with_frozen(opened(), 2)
+    directory = tmp_path / "checkpoints"
+    assert size_of(directory / "base") < 1000
+    step, state = opened(frozen=()).restore_latest(state_with_frozen(0))
+    assert step == state["step"] == 2
+    np.testing.assert_array_equal(state["w"], state_with_frozen(0)["w"])
+    with contextlib.closing(CheckpointReader(directory, read_frozen=read)) as reader:
+        np.testing.assert_array_equal(reader.read("['w']"), state_with_frozen(0)["w"])
+
+
+def test_the_leaves_of_a_reference_may_have_any_order(tmp_path):
+    state = {"a": jnp.zeros(3), "b": jnp.ones(3), "step": jnp.int32(1)}
+    leaves = {"['b']": state["b"], "['a']": state["a"]}
+    choices = {"frozen": leaves, "read_frozen": lambda source, like: leaves}
+    with contextlib.closing(Checkpoints(tmp_path, 1, **choices)) as checkpoints:
+        checkpoints.refer(PLACE, leaves)
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        assert_same(checkpoints.restore_latest(state)[1], state)
+
+
+def test_the_source_counts_if_a_layout_has_changed_a_negative_zero(referring):
+    opened, elsewhere, _ = referring
+    elsewhere["['w']"][0] = -0.0
+    checkpoints = refer(opened(), elsewhere)
+    checkpoints.save(1, state_with_frozen(1) | {"w": jnp.asarray(elsewhere["['w']"]).at[0].set(0.0)})
+    checkpoints.wait()
+    save_with_frozen(opened(), 2)
+    _, state = opened().restore_latest(state_with_frozen(0))
+    assert np.signbit(state["w"][0])
+
+
+@pytest.mark.parametrize("place", [0, 999])
+def test_a_changed_source_is_refused_and_no_checkpoint_is_set_aside(referring, tmp_path, place):
+    opened, elsewhere, read = referring
+    save_with_frozen(refer(opened(), elsewhere), 1)
+    elsewhere["['w']"][place] = np.nextafter(elsewhere["['w']"][place], 9)
+    wrong = rf"base refers to the weights in {PLACE}, which have changed: \['w'\] has checksum .*; put the old files back"
+    with pytest.raises(CheckpointError, match=wrong):
+        opened().restore_latest(state_with_frozen(0))
+    with contextlib.closing(CheckpointReader(tmp_path / "checkpoints", read_frozen=read)) as reader:
+        assert reader.read("['step']") == 1
+        with pytest.raises(CheckpointError, match=wrong):
+            reader.read("['w']")
+    elsewhere["['w']"][:] = state_with_frozen(0)["w"]
+    assert opened().restore_latest(state_with_frozen(0))[0] == 1
+
+
+def test_a_checkpoint_that_refers_to_leaves_needs_their_reader(referring, with_frozen):
+    opened, elsewhere, _ = referring
+    save_with_frozen(refer(opened(), elsewhere), 1)
+    with pytest.raises(CheckpointError, match=f"`read_frozen` is missing: .* not in the checkpoint, but in {PLACE}"):
+        with_frozen().restore_latest(state_with_frozen(0))
+
+
+def test_a_reference_replaces_that_of_a_run_without_a_checkpoint(referring):
+    opened, elsewhere, _ = referring
+    refer(opened(), elsewhere)
+    elsewhere["['w']"][0] = 7.0
+    save_with_frozen(refer(opened(), elsewhere), 1)
+    assert opened().restore_latest(state_with_frozen(0))[1]["w"][0] == 7.0
+    with pytest.raises(CheckpointError, match="has a checkpoint: its frozen leaves cannot be replaced"):
+        refer(opened(), elsewhere)
+    with pytest.raises(ConfigError, match=r"`leaves` is without \['w'\]: must be all frozen leaves"):
+        refer(opened(), {})
+
+
+def test_leaves_that_are_referred_to_need_no_room(referring, monkeypatch):
+    checkpoints = refer(referring[0](), referring[1])
+    rest = sum(leaf.size * leaf.dtype.itemsize for name, leaf in state_with_frozen(0).items() if name != "w")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(CheckpointError, match=f"needs {3 * rest:,} bytes for 3 checkpoints"):
+        checkpoints.check_space(state_with_frozen(0))
 
 
 # --- Saving ---

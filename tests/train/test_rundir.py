@@ -91,7 +91,7 @@ FIXED = {
         "fp8.blocks",
     ),
     *(f"model.moe.{field.name}" for field in dataclasses.fields(MoEConfig) if field.name != "capacity"),
-    *("lora.rank", "lora.alpha", "lora.targets", "lora.base_dtype"),
+    *("lora.rank", "lora.alpha", "lora.targets", "lora.base_dtype", "checkpoint_base"),
     *("fp8.first", "fp8.last", "fp8.history", "fp8.amax", "fp8.margin", "fp8.emulate"),
 }
 
