@@ -18,6 +18,8 @@ from tests.target_fixture import h200 as h200
 ROOT = Path(__file__).parents[1]
 NUM_DEVICES = 8
 TIERS = ("finetune", "gpu", "parity")
+# Files with the longest tests. They run first, because a worker with one of them at the end would keep the others waiting.
+LONGEST = ("test_benchmarks.py", "test_default_step.py", "test_distributed.py", "test_examples.py", "test_target.py")
 
 
 def isolate(directory: Path):
@@ -70,6 +72,10 @@ def pytest_ignore_collect(collection_path, config):
         return True if f"not {name}" in terms else None
     required = [f"mark.{tier}" for tier in TIERS if tier in terms and name.startswith("test_")]
     return True if required and not all(mark in collection_path.read_text() for mark in required) else None
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_collection_finish():
