@@ -19,7 +19,6 @@ from jgraph.xla import aot, compiler_options
 from jgraph.xla.explain import FP8Products
 from jgraph.xla.hlo import HloModule
 from jgraph_models.gpt import GPT, GPTConfig, pipeline_model
-from tests.target_fixture import reused_kernels
 
 pytestmark = [pytest.mark.target, pytest.mark.long]
 
@@ -40,7 +39,6 @@ def model_and_loss(config=CONFIG):
 
 def explained(step, target="h200", batch=TOKENS):
     options = compiler_options("auto", XLA_OPTIONS, platform="gpu", num_devices=step.num_devices)
-    options |= reused_kernels() if target == "h200" else {}
     if step.mesh is not None:
         step = step.on(aot.devices(step.num_devices, gpu=target))
     return jgraph.explain(
