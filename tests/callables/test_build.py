@@ -12,6 +12,8 @@ from jgraph.errors import CallableError, JgraphError, OrderError
 from jgraph.schedule import generate
 from tests.callables import chain
 
+pytestmark = pytest.mark.once
+
 GOLDENS = json.loads((Path(__file__).parents[1] / "schedule/goldens/orders.json").read_text())
 INVALID = {row["name"]: row for row in GOLDENS["invalid"]}
 

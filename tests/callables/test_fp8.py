@@ -110,6 +110,7 @@ def test_fp8_orders_equal_single_calls_bit_for_bit(recipe, param_grads, order, d
     assert len(states) == (4 if recipe == "delayed" else 0)
 
 
+@pytest.mark.once
 def test_main_grad_of_fp8_state_is_the_maximum_since_the_last_zero_grads():
     (fns, given, xs, targets), (_, expected) = reference("delayed")
     graphed = build(fns, given, xs, param_grads="aliased")

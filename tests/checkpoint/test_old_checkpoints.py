@@ -100,10 +100,13 @@ def test_an_old_checkpoint_of_another_layout_is_restored_bit_for_bit(case, layou
 @pytest.mark.long
 @pytest.mark.parametrize(("case", "layout"), TARGETS)
 def test_the_old_checkpoints_of_all_layouts_are_restored_bit_for_bit(case, layout, folder):
-    step = CASES[case].step(layout)
+    step, layouts = CASES[case].step(layout), CASES[case].layouts
     canonical = step.canonical
     state = None
-    for source in CASES[case].layouts:
+    # What is restored does not depend on the layout: whole arrays, spread over its devices. One or two layouts of a case read
+    # all checkpoints, the others their own and that of another layout.
+    neighbor = layouts[layouts.index(layout) - 1]
+    for source in layouts if (case, layout) in FAST else (layout, neighbor):
         state = restored(folder(case) / source, canonical.shapes())
         assert digests(state) == STORED[case], source
     if (case, layout) not in FAST:

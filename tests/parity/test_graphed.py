@@ -393,8 +393,14 @@ def check_three_steps(system, name):
 
 
 EVERY = pytest.mark.parametrize("name", ORDERS)
-REUSE = pytest.mark.parametrize("reuse", [False, True], ids=["static", "reused"])
-POLICY = pytest.mark.parametrize("param_grads", ["owned", "aliased"])
+POLICIES = ("owned", "aliased")
+POLICY = pytest.mark.parametrize("param_grads", POLICIES)
+# Every pair of choices: each order with two of the four combinations of the other choices.
+RUNS = [
+    pytest.param(name, reuse, POLICIES[(number + reuse) % 2], id=f"{name}-{'reused' if reuse else 'static'}")
+    for number, name in enumerate(ORDERS)
+    for reuse in (False, True)
+]
 
 
 @EVERY
@@ -411,9 +417,7 @@ def test_three_steps_of_single_calls_equal_upstream(name, param_grads):
     check_three_steps(ours(name, False, param_grads), name)
 
 
-@EVERY
-@REUSE
-@POLICY
+@pytest.mark.parametrize(("name", "reuse", "param_grads"), RUNS)
 def test_three_steps_of_run_equal_upstream(name, reuse, param_grads):
     system = ours(name, reuse, param_grads)
     graphed, weights = system.graphed, system.params

@@ -11,19 +11,26 @@ from tests.parity import processes
 
 pytestmark = [pytest.mark.parity, pytest.mark.once]
 
+WORKS = "gpt-1b3", "llama3-8b"  # with a tied and an untied head
 FLOAT32 = "te bf16", "te delayed:graph", "te current:reshard"
 FUSED_ADAM = "te bf16 bf16-params", "te delayed fp8-params", "te current fp8-params:reshard"
 
 
-@pytest.fixture(scope="module", params=["gpt-1b3", "llama3-8b"])
-def losses(request, tmp_path_factory) -> dict[str, list[float]]:
-    """Returns the losses of three steps by variant, for a tied and an untied head."""
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict[str, dict[str, list[float]]]:
+    """Returns the losses of three steps by work and variant. Starts the processes once, because the start is slow."""
     folder = tmp_path_factory.mktemp("te_fsdp")
-    config, out = folder / "config.json", folder / "losses.json"
-    tiny = fsdp.config_of(request.param, processes.RANKS, fsdp.Options(sizes="tiny"))
-    config.write_text(json.dumps(tiny.to_dict()))
-    processes.run("tests.parity.torch_te_fsdp", folder, str(config), str(out), "eager", *FLOAT32, *FUSED_ADAM)
+    configs, out = folder / "configs.json", folder / "losses.json"
+    tiny = {work: fsdp.config_of(work, processes.RANKS, fsdp.Options(sizes="tiny")).to_dict() for work in WORKS}
+    configs.write_text(json.dumps(tiny))
+    processes.run("tests.parity.torch_te_fsdp", folder, str(configs), str(out), "eager", *FLOAT32, *FUSED_ADAM)
     return json.loads(out.read_text())
+
+
+@pytest.fixture(params=WORKS)
+def losses(request, trained) -> dict[str, list[float]]:
+    """Returns the losses of three steps by variant."""
+    return trained[request.param]
 
 
 @pytest.mark.parametrize("variant", FLOAT32)

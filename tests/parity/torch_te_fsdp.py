@@ -1,10 +1,11 @@
 """Trains the peer of `benchmarks/peers/fsdp.py` on the CPU with a fake Transformer Engine. `test_te_fsdp.py` runs the ranks.
 
-    OMP_NUM_THREADS=1 python -m tests.parity.torch_te_fsdp RANK RANKS RENDEZVOUS CONFIG.json LOSSES.json VARIANT...
+    OMP_NUM_THREADS=1 python -m tests.parity.torch_te_fsdp RANK RANKS RENDEZVOUS CONFIGS.json LOSSES.json VARIANT...
 
 RENDEZVOUS is the path of a file that does not exist yet. A VARIANT is `eager` or a variant of Transformer Engine, optionally
-with `:reshard` or `:graph`. The script writes the losses of three steps by variant to LOSSES.json. The fake layers have the
-arguments of `te.TransformerLayer`, compute like `torch_gpt.Block` and ignore FP8.
+with `:reshard` or `:graph`. CONFIGS.json has configurations by name. The script writes the losses of three steps by this name
+and variant to LOSSES.json. The fake layers have the arguments of `te.TransformerLayer`, compute like `torch_gpt.Block` and
+ignore FP8.
 """
 
 import contextlib
@@ -122,18 +123,20 @@ def train(config: TrainConfig, variant: str, rank: int, ranks: int) -> list[floa
     return losses
 
 
-def main(rank: int, ranks: int, rendezvous: Path, config: Path, out: Path, variants: list[str]) -> None:
+def main(rank: int, ranks: int, rendezvous: Path, configs: Path, out: Path, variants: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous.as_uri(), rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     install()
     torch.compiler.set_stance("force_eager")  # compilation takes half a minute on a CPU
-    trained = TrainConfig.from_dict(json.loads(config.read_text()))
-    losses = {variant: train(trained, variant, rank, ranks) for variant in variants}
+    losses = {}
+    for name, fields in json.loads(configs.read_text()).items():
+        config = TrainConfig.from_dict(fields)
+        losses[name] = {variant: train(config, variant, rank, ranks) for variant in variants}
     if rank == 0:
         out.write_text(json.dumps(losses))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    rank, ranks, rendezvous, config, out, *variants = sys.argv[1:]
-    main(int(rank), int(ranks), Path(rendezvous), Path(config), Path(out), variants)
+    rank, ranks, rendezvous, configs, out, *variants = sys.argv[1:]
+    main(int(rank), int(ranks), Path(rendezvous), Path(configs), Path(out), variants)

@@ -20,6 +20,7 @@ from jgraph.train.__main__ import parse
 from jgraph.train.config import LoRAConfig, TrainConfig
 from jgraph.train.presets import preset
 from jgraph.train.setup import TrainSetup
+from tests.target_fixture import reused_kernels
 
 TINY = preset("cpu-tiny")
 TARGETS = {device.aot: device for device in DEVICES if device.aot}
@@ -190,8 +191,7 @@ def test_the_peak_is_that_of_xla_for_a_gpu_that_is_not_present(h200, changes):
     config = preset("gpt-124m").changed(seq_len=64, batch_size=64, **changes)
     config = config.changed(model=dataclasses.replace(config.model, num_layers=5, attention="xla"))
     setup = TrainSetup.from_config(config)
-    report = jgraph.explain(
-        setup.step.jitted(), setup.step.state, setup.batch(), target="h200", compiler_options=setup.options("gpu")
-    )
+    options = setup.options("gpu") | reused_kernels()
+    report = jgraph.explain(setup.step.jitted(), setup.step.state, setup.batch(), target="h200", compiler_options=options)
     assert report.memory is not None
     assert Predictor(TARGETS["h200"], "xla").memory(config).peak == pytest.approx(report.memory.total, rel=0.04)

@@ -57,7 +57,7 @@ def trained(step, steps=3, batch=BATCH):
     return losses, state
 
 
-@pytest.mark.parametrize("config", [FP8Config(), DELAYED], ids=["current", "delayed"])
+@pytest.mark.parametrize("config", [pytest.param(FP8Config(), marks=pytest.mark.once), DELAYED], ids=["current", "delayed"])
 def test_losses_decrease_as_in_bfloat16(config):
     losses, _ = trained(make_step("one", config), 8)
     plain, _ = trained(jgraph.train_step(loss, ADAMW, strategy("one")), 8)
@@ -113,7 +113,7 @@ def test_amax_histories_are_equal_on_every_strategy(name, microbatches, options)
     np.testing.assert_allclose(found, one_device(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["mean", "sum"])
+@pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.once), True], ids=["mean", "sum"])
 def test_amax_histories_of_a_loss_object_do_not_depend_on_devices_and_microbatches(weighted):
     def of_rows(params, batch, key):
         mean, rows = loss(params, batch, key), len(batch["x"])
@@ -180,6 +180,7 @@ def mesh(**axes):
     return jax.make_mesh(tuple(axes.values()), tuple(axes))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("strategy", "microbatches"),
     [
@@ -200,7 +201,9 @@ def test_a_run_resumes_on_other_devices_with_the_same_gradient_norms(interrupted
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "microbatches"), [("one", 4), ("dp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("name", "microbatches"), [("fsdp", 2), *(pytest.param(*case, marks=pytest.mark.once) for case in (("one", 4), ("dp", 2)))]
+)
 def test_the_amax_of_a_step_is_the_maximum_over_microbatches_and_devices(name, microbatches):
     step = make_step(name, microbatches=microbatches)
     run, state = step.compile(BATCH), step.init(PARAMS)

@@ -128,7 +128,10 @@ def test_any_transform_gets_the_parameter_tree_of_the_model(name, transform, bat
 
 @pytest.mark.parametrize(
     ("name", "transform"),
-    [("one device", "muon"), ("one device", "adafactor"), ("one device", "l-bfgs"), ("fsdp 4", "adamw, elementwise")],
+    [
+        *(pytest.param("one device", transform, marks=pytest.mark.once) for transform in ("muon", "adafactor", "l-bfgs")),
+        ("fsdp 4", "adamw, elementwise"),
+    ],
 )
 def test_parameters_in_bfloat16_have_moments_in_float32(name, transform, batch):
     own = TRANSFORMS[transform]

@@ -32,6 +32,7 @@ from jgraph.xla import aot, check_identity, compile_and_report
 from jgraph.xla.hlo import HloModule, Instruction
 from jgraph_models.gpt import GPT, GPTConfig
 from tests import tiny
+from tests.target_fixture import reused_kernels
 from tests.train.test_pipeline_training import Trained, assert_evaluated_as, assert_same, config_of, trained
 
 pytestmark = pytest.mark.long
@@ -409,7 +410,8 @@ def compile_on_target(graph: str = "auto", *, num_layers: int = 2, **fields: Any
     made = TrainConfig.from_fields(**fields, fsdp=4, model=model, graph=graph)
     setup = on_target(made)
     state, tokens_BS = (setup.step.state, setup.batch())
-    compiled, report = compile_and_report(setup.step.jitted().lower(state, tokens_BS), setup.options("gpu"), platform="gpu")
+    options = setup.options("gpu") | reused_kernels()
+    compiled, report = compile_and_report(setup.step.jitted().lower(state, tokens_BS), options, platform="gpu")
     assert report is not None
     check_identity(compiled, state)
     return compiled, report

@@ -345,7 +345,7 @@ def named(kind: str) -> tuple[Any, tuple[list[float], list[float], Any, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["NNX", pytest.param("Linen", marks=pytest.mark.long)])
-@pytest.mark.parametrize("wrapped", [{"data": 2}, {"fsdp": 2}], ids=["data", "fsdp"])
+@pytest.mark.parametrize("wrapped", [pytest.param({"data": 2}, marks=pytest.mark.once), {"fsdp": 2}], ids=["data", "fsdp"])
 def test_a_model_with_partition_names_is_split_and_trains_as_on_one_device(kind, wrapped):
     model, expected = named(kind)
     made = jgraph.FullySharded if "fsdp" in wrapped else jgraph.Replicated

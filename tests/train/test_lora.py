@@ -177,6 +177,7 @@ def continued(path: Any, config: TrainConfig, **fields: Any) -> Any:
         weights.close()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("layout", [{}, pytest.param({"fsdp": 4}, marks=pytest.mark.long)])
 def test_adapters_are_added_to_the_weights_of_another_run(tmp_path, layout):
     config, there = saved(tmp_path / "run", LoRAConfig())

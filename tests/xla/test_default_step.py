@@ -14,6 +14,7 @@ from jgraph.train.config import LoRAConfig
 from jgraph.train.setup import TrainSetup
 from jgraph.xla import aot, check_identity
 from tests.own import Settings
+from tests.target_fixture import reused_kernels
 
 pytestmark = [pytest.mark.target, pytest.mark.long]
 
@@ -31,41 +32,23 @@ def compile_step(config, graph="auto", num_microbatches=1):
     if step.mesh is not None:
         step = step.on(aot.devices(step.num_devices))
         batch = step.placed_shapes(batch)
-    compiled, report = aot.compile_for(step.jitted(), step.state, batch, compiler_options=setup.options("gpu"))
+    options = setup.options("gpu") | reused_kernels()
+    compiled, report = aot.compile_for(step.jitted(), step.state, batch, compiler_options=options)
     return compiled, report, step.state
-
-
-CASES = {
-    "two layers of launch-bound": config_of("launch-bound", num_layers=2),
-    "two layers of gpt-124m": config_of("gpt-124m", num_layers=2),
-    "swiglu, untied, grouped queries": config_of("cpu-tiny", mlp="swiglu", head="untied", num_kv_heads=2, num_layers=1),
-}
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=pytest.mark.once) if "swiglu" not in name else name for name in CASES]
-)
-def test_the_default_step_is_one_command_buffer_and_updates_its_state_in_place(h200, case):
-    compiled, report, state = compile_step(CASES[case])
-    assert (report.command_buffers, report.captured, report.outside) == (1, report.total, ())
-    assert report.total > 20
-    check_identity(compiled, state)
 
 
 # Activations take most of the memory of one microbatch: 4 x 512 tokens per data rank, and two matrices of attention scores.
 MICROBATCH = 4
-SMALL = config_of("cpu-tiny", num_layers=1, d_model=64, num_heads=2, num_kv_heads=2, d_ff=256, compute_dtype="bfloat16")
-SMALL = SMALL.changed(seq_len=512)
-EXPERTS = dataclasses.replace(SMALL.model, mlp="swiglu", moe=MoEConfig(num_experts=4, experts_per_token=2, d_ff=128))
+SMALL = config_of("cpu-tiny", num_layers=1, d_model=64, num_heads=4, num_kv_heads=2, d_ff=256, compute_dtype="bfloat16")
+SMALL = SMALL.changed(seq_len=512, model=dataclasses.replace(SMALL.model, mlp="swiglu", head="untied"))
+EXPERTS = dataclasses.replace(SMALL.model, moe=MoEConfig(num_experts=4, experts_per_token=2, d_ff=128))
 LOOPS = {
     "one device": {},
-    "data parallel": {"dp": 2},
-    "sharded": {"fsdp": 2},
+    "data parallel in fp8": {"dp": 2, "precision": "fp8"},
+    "sharded with lora": {"fsdp": 2, "lora": LoRAConfig(rank=4)},
     "tensor parallel": {"tp": 2},
-    "fp8": {"precision": "fp8"},
     "experts": {"model": EXPERTS},
     "carried state": {"module": "tests.own:Normed", "model": Settings(width=64, rate=0)},
-    "lora": {"lora": LoRAConfig(rank=4)},
 }
 
 
@@ -75,6 +58,23 @@ def loop_of(case, num_microbatches, graph="auto"):
     config = SMALL.changed(**LOOPS[case])
     batch_size = MICROBATCH * num_microbatches * config.parallel.data_ranks
     return compile_step(config.changed(batch_size=batch_size), graph, num_microbatches)
+
+
+STEPS = {
+    "two layers of launch-bound": lambda: compile_step(config_of("launch-bound", num_layers=2)),
+    "two layers of gpt-124m": lambda: compile_step(config_of("gpt-124m", num_layers=2)),
+    "swiglu, untied, grouped queries": lambda: loop_of("one device", 1),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.once) if "swiglu" not in name else name for name in STEPS]
+)
+def test_the_default_step_is_one_command_buffer_and_updates_its_state_in_place(h200, name):
+    compiled, report, state = STEPS[name]()
+    assert (report.command_buffers, report.captured, report.outside) == (1, report.total, ())
+    assert report.total > 20
+    check_identity(compiled, state)
 
 
 @pytest.mark.parametrize(
