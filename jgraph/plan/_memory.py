@@ -233,7 +233,7 @@ def _of_rank(config: TrainConfig, few: Sizes, slope: Sizes, counts: tuple[int, .
     # With recomputed experts, a trace of more layers can have fewer activations at its peak, so they are not extrapolated.
     moe = config.hooks.moe
     is_linear = slope["activation"] >= 0 and not (moe and moe.num_experts)
-    require(is_linear, "pp", pp, "1 in a plan of this model: the memory of pipelines with experts is not predicted")
+    require(is_linear, "pp", pp, "1 in a plan of this model: the memory of its pipelines is not predicted")
     schedule = find_schedule(pipeline.schedule, pp=pp, chunks=pipeline.chunks, microbatches=config.input.num_microbatches)
     in_flight = float(simulate(schedule).peak({"forward_wgrad": 1 / schedule.num_chunks}).max())
     per_layer = slope["activation"] / max(1, counts[-1] - counts[0])

@@ -115,8 +115,8 @@ def traffic(config: TrainConfig, state: State, params: int) -> dict[str, float]:
     width, layers = config.hooks.d_model, num_layers(config) / parallel.pp
     residual = 2 * tokens / parallel.cp * width  # of a layer, in bfloat16
     trained = 0 if config.lora.rank else params / parallel.tp / parallel.pp
-    gathers = 2 if parallel.gather_per == "pass" else 1
-    once = 1 if config.is_pipeline else count
+    sums = 1 if config.is_pipeline else count
+    gathers = 2 * count if parallel.gather_per == "pass" else 1
     weights = params / parallel.tp / parallel.pp
     keys = 2 * tokens * 2 * config.hooks.num_kv_heads * config.hooks.head_size / parallel.tp
     moe = config.hooks.moe
@@ -125,7 +125,7 @@ def traffic(config: TrainConfig, state: State, params: int) -> dict[str, float]:
     rows = residual / parallel.tp * sent
     return {
         "dp": 2 * state.sums * share["dp"],
-        "fsdp": once * (2 * gathers * weights + 4 * trained) * share["fsdp"],
+        "fsdp": (gathers * 2 * weights + sums * 4 * trained) * share["fsdp"],
         # Forward: keys and values. Backward: keys and values again, and their gradients in float32.
         "cp": count * layers * 4 * keys * share["cp"],
         # An all-gather and a reduce-scatter around attention and around the MLP, and the same in the backward.
