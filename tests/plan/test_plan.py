@@ -127,7 +127,7 @@ def test_pipelines_with_experts_are_not_predicted():
     planned = jgraph.plan("gpt-moe-tiny", gpus=2)
     assert planned.best
     assert all(option.config.parallel.pp == 1 and min(dataclasses.astuple(option.memory)) >= 0 for option in planned.options)
-    assert any("pipelines with experts is not predicted" in reason for reason in planned.refused)
+    assert any("the memory of its pipelines is not predicted" in reason for reason in planned.refused)
 
 
 def test_the_command_prints_the_table_and_names_flags_in_errors(capsys):
