@@ -123,6 +123,10 @@ def shield(address: tuple[str, int]) -> int:
     JAX's client aborts the process, with a stack of C++, as soon as its connection to process 0 closes.
     """
     server = socket.create_server(("localhost", 0))
+    # The port of JAX's service is free until the service starts. A shield there would forward to itself without end.
+    while server.getsockname()[1] == address[1]:
+        server.close()
+        server = socket.create_server(("localhost", 0))
 
     def serve() -> None:
         while True:

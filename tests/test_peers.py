@@ -154,6 +154,15 @@ def test_missing_processes_are_named():
         peers.join(address, 1, 4, 0.3)
 
 
+def test_a_shield_never_has_the_port_that_it_forwards_to(monkeypatch):
+    create = socket.create_server
+    first = create(("localhost", 0))
+    ports = iter([first])
+    monkeypatch.setattr(socket, "create_server", lambda address: next(ports, None) or create(address))
+    taken = first.getsockname()[1]
+    assert peers.shield(("localhost", taken)) != taken
+
+
 def test_a_shield_forwards_and_stays_open_when_the_other_side_is_gone():
     with peers.listen(0) as server:
         near = socket.create_connection(("localhost", peers.shield(("localhost", server.getsockname()[1]))))
