@@ -1,6 +1,7 @@
-"""Names of program parts. `jgraph.profile` uses them to assign kernels to categories."""
+"""Names of program parts. They assign kernels and arrays to categories."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Literal
 
@@ -14,6 +15,7 @@ Scope = Literal[
 # fmt: on
 
 PREFIX = "jgraph."
+LABEL = re.compile(re.escape(PREFIX) + r"(\w+)")
 
 
 @contextlib.contextmanager
@@ -38,3 +40,17 @@ def scope(of: Scope) -> Iterator[None]:
     """
     with jax.named_scope(PREFIX + of):
         yield
+
+
+def innermost(op_name: str) -> str:
+    """Returns the innermost scope in JAX's name of an operation, of this library or of a derivative. Empty if there is none."""
+    scopes = op_name.split(";")[-1]
+    if "rematted_computation" in scopes:
+        return "recompute"
+    if "dot_product_attention" in scopes:
+        return "attention"
+    if found := LABEL.findall(scopes):
+        return found[-1]
+    if "transpose(" in scopes:
+        return "dgrad"
+    return "forward" if "jvp(" in scopes else ""

@@ -13,7 +13,7 @@ from jax.extend.core import primitives
 
 from jgraph.profile.program import Program
 from jgraph.profile.trace import Events
-from jgraph.scopes import PREFIX
+from jgraph.scopes import LABEL, innermost
 from jgraph.xla.hlo import COLLECTIVES, Instruction
 
 # Primitives of JAX with another name than XLA's opcode.
@@ -44,7 +44,6 @@ _ACTIONS = ("forward", "dgrad", "wgrad")
 # Loop counters, conditions and pool slots: no part of the model.
 _CONTROL = frozenset(("while", "conditional", "partition-id", "replica-id"))
 _INTEGERS = frozenset(("pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64"))
-_SCOPE = re.compile(re.escape(PREFIX) + r"(\w+)")
 # Parts of JAX's name of an operation that are not scopes of the program.
 _NOT_SCOPES = {primitive.name for primitive in vars(primitives).values() if hasattr(primitive, "name")}
 _NOT_SCOPES |= {"", "split", "body", "cond", "while", "closed_call", "eval_jaxpr", "shard_map"}
@@ -142,17 +141,9 @@ def _inherited(program: Program, instruction: Instruction) -> list[str]:
 
 def _by_scopes(scopes: str) -> str:
     """Returns the category of the innermost scope. Empty if no scope has one."""
-    scopes = scopes.split(";")[-1]
-    if "rematted_computation" in scopes:
-        return "recompute"
-    if "dot_product_attention" in scopes:
-        return "attention"
-    if found := _SCOPE.findall(scopes):
-        return found[-1] if found[-1] in CATEGORIES else "other"
-    if "transpose(" in scopes:
-        return "dgrad"
-    return "forward" if "jvp(" in scopes else ""
+    found = innermost(scopes)
+    return found if found in ("", *CATEGORIES) else "other"
 
 
 def _action(scopes: str) -> str:
-    return next((found for found in _SCOPE.findall(scopes) if found in _ACTIONS), "")
+    return next((found for found in LABEL.findall(scopes) if found in _ACTIONS), "")

@@ -56,7 +56,8 @@ def check_step(batch: InputConfig, step: CompiledStep, local_devices: int) -> No
     largest = step.capture.buffers[:_CAUSES] if step.capture else ()
     causes = f"; the largest temporaries are {', '.join(map(str, largest))}" if largest else ""
     parts = f"state and batch {_gib(memory.arguments)}, temporaries {_gib(memory.temporaries)}"
-    raise _too_large(batch, f"a step of {_gib(memory.total)} ({parts}) {place}", f", or `remat` layer{more}{causes}")
+    remedy = "`gather_per` pass" if largest and largest[0].scope == "all-gather" else "`remat` layer"
+    raise _too_large(batch, f"a step of {_gib(memory.total)} ({parts}) {place}", f", or {remedy}{more}{causes}")
 
 
 def _too_large(batch: InputConfig, must: str, advice: str = "") -> ConfigError:

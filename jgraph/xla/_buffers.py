@@ -4,8 +4,9 @@ import collections
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from jgraph.scopes import innermost
 from jgraph.xla import _protobuf
-from jgraph.xla.hlo import HloModule, Op, operations
+from jgraph.xla.hlo import COLLECTIVES, HloModule, Op, operations
 
 _MOST = 8
 # Kinds of events in XLA's `HeapSimulatorTrace`. The first, 0, allocates a buffer.
@@ -21,15 +22,19 @@ class Buffers:
         nbytes: Size of each in bytes.
         shape: Dtype and shape of the array, as XLA writes them, e.g. `bf16[16,1024]`.
         op: The operation that computes the array, with its source line. For layers, that of one of them.
+        scope: The part of the step that computes it: a category of `jgraph.profile`, such as forward, recompute, dgrad, loss or
+            all-gather. Empty if it is not known.
     """
 
     count: int
     nbytes: int
     shape: str
     op: str
+    scope: str = ""
 
     def __str__(self) -> str:
-        return f"{self.count} x {show_bytes(self.nbytes)} {self.shape} {self.op}"
+        parts = f"{self.count} x {show_bytes(self.nbytes)}", self.shape, self.scope and f"{self.scope}:", self.op
+        return " ".join(filter(None, parts))
 
 
 def largest(assignment: bytes, program: HloModule, known: Mapping[str, Op]) -> tuple[Buffers, ...]:
@@ -45,14 +50,14 @@ def largest(assignment: bytes, program: HloModule, known: Mapping[str, Op]) -> t
         names |= _at_peak(list(_protobuf.submessages(trace, 1)), sizes)
     ops = {**known, **operations(program, set(names.values()) - known.keys())}
     groups: collections.Counter[tuple[int, str, str]] = collections.Counter()
-    shown: dict[tuple[int, str, str], str] = {}
+    shown: dict[tuple[int, str, str], tuple[str, str]] = {}
     for number, name in names.items():
         shape = _shape(program, name, next(_protobuf.submessages(logical[number], 3), []))
         # Layers have the same source line. Without one, XLA's name differs by a number.
         key = sizes[number], shape, ops[name].source if name in ops and ops[name].source else name.partition(".")[0]
         groups[key] += 1
-        shown.setdefault(key, str(ops[name]) if name in ops else name)
-    found = [Buffers(count, key[0], key[1], shown[key]) for key, count in groups.items()]
+        shown.setdefault(key, (str(ops[name]), _scope(program, name)) if name in ops else (name, ""))
+    found = [Buffers(count, key[0], key[1], *shown[key]) for key, count in groups.items()]
     return tuple(sorted(found, key=lambda group: -group.count * group.nbytes)[:_MOST])
 
 
@@ -82,6 +87,12 @@ def _at_peak(events: Iterable[_protobuf.Fields], sizes: Mapping[int, int]) -> di
         if total > most:
             most, peak = total, dict(live)
     return peak
+
+
+def _scope(program: HloModule, name: str) -> str:
+    instruction = program.instructions[name]
+    pattern = COLLECTIVES.get(instruction.opcode.removesuffix("-start").removesuffix("-done"))
+    return pattern or innermost(instruction.op_name)
 
 
 def _shape(program: HloModule, name: str, location: _protobuf.Fields) -> str:

@@ -33,6 +33,8 @@ def test_the_largest_temporary_is_named_with_its_size_shape_and_line(h200):
     assert first.nbytes == 256 * WIDE * 4
     assert first.shape == f"f32[256,{WIDE}]"
     assert line_of("kept for the backward") in first.op
+    assert first.scope == "forward"
+    assert f" {first.shape} forward: {first.op}" in str(first)
     total = sum(group.count * group.nbytes for group in report.buffers)
     assert 0.9 * report.memory.temporaries <= total <= report.memory.temporaries
     assert f"largest temporaries at the peak:\n  {first}" in str(report)
