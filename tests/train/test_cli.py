@@ -463,7 +463,7 @@ def test_a_step_that_does_not_fit_names_what_needs_the_memory(arguments, words, 
     assert_names(cli.as_flags(str(error.value), FIELDS), *words)
     if arguments < 8:
         step.capture = CaptureReport(1, 1, 1, buffers=(dataclasses.replace(buffers[0], scope="all-gather"),))
-        with pytest.raises(ConfigError, match="or `gather_per` pass; .* are 2 x 3 GiB f32.9. all-gather: mul at model.py:1"):
+        with pytest.raises(ConfigError, match=r"or `gather_per` pass; .* are 2 x 3 GiB f32\[9\] all-gather: mul at model.py:1"):
             check_step(InputConfig(batch_size=4), step, 1)
     memory = Memory(arguments=1, outputs=0, aliased=0, temporaries=2)
     check_step(InputConfig(batch_size=4), SimpleNamespace(memory=memory, capture=None), 1)
