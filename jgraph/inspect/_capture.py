@@ -4,11 +4,12 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args, get_type_hints
 
 import tyro
 
 from jgraph.cli import Count, File, Name, as_flags, example, fields_of, find, interruptible, optional, reason
+from jgraph.device import DEVICES
 from jgraph.errors import ConfigError, JgraphError, os_errors, require
 from jgraph.precision.config import FP8Config
 from jgraph.train.config import TrainConfig
@@ -126,8 +127,9 @@ def _explain(
     is_library = config.parallel.cp == 1 and config.hooks.attention in ("auto", "xla")
     if target is not None and is_library:
         # cuDNN's attention can be compiled only on the GPU itself, not for another model of GPU.
-        config = config.changed(model=dataclasses.replace(config.model, attention="xla"))
-        notes = ("attention is XLA's: a run on the GPU uses cuDNN's, which cannot be compiled without a GPU",)
+        kernel, about = _attention_for(target, config)
+        config = config.changed(model=dataclasses.replace(config.model, attention=kernel))
+        notes = (f"attention is {about}: a run on the GPU uses cuDNN's, which cannot be compiled without a GPU",)
     with interruptible("tracing the model"):
         setup = TrainSetup.from_config(config)
         step = setup.step
@@ -140,6 +142,18 @@ def _explain(
     title = f"training step of {config.preset} ({config.module}), {config.input.batch_size} x {config.input.seq_len} tokens,"
     title += f" on {setup.step.num_devices} devices," if setup.step.num_devices > 1 else ""
     return dataclasses.replace(report, name=title, notes=report.notes + notes)
+
+
+def _attention_for(target: str, config: TrainConfig) -> tuple[str, str]:
+    """Returns the attention for an absent GPU, and its description: XLA's, or a kernel that holds no scores, as cuDNN's."""
+    import jax
+
+    is_hopper = any(device.aot == target and device.capability == (9, 0) for device in DEVICES)
+    is_offered = "flash" in get_args(get_type_hints(type(config.model)).get("attention"))
+    is_supported = config.hooks.compute_dtype == "bfloat16" and config.hooks.head_size <= 128
+    if is_hopper and is_offered and is_supported and jax.__version_info__ >= (0, 11):
+        return "flash", "jgraph's, which needs as much memory"
+    return "xla", "XLA's"
 
 
 def _training_config(name: str, preset_name: str | None, sizes: dict[str, int]) -> TrainConfig | None:

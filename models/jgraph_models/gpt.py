@@ -312,6 +312,8 @@ class Attention(nnx.Module):
         G = config.num_kv_heads * qkv_BTHK.shape[2] // (config.num_heads + 2 * config.num_kv_heads)
         H = qkv_BTHK.shape[2] - 2 * G
         kernel: Any = attention_kernel(config, T) if starts_BT is None else _document_kernel(config)
+        if kernel == "flash":
+            kernel, starts_BT = "auto", jnp.zeros((B, T), jnp.int32)  # one document per sequence
         if kernel == "fused":
             with jgraph.scope("attention"):
                 return rotary_attention(qkv_BTHK, *_pairs_of(config, T)).reshape(B, T, -1)
@@ -381,11 +383,11 @@ def norm_kernel(config: GPTConfig) -> Norm:
     return "fused" if config.norm == "auto" else config.norm
 
 
-def attention_kernel(config: GPTConfig, length: int) -> Literal["cudnn", "fused", "xla"]:
-    """Selects `jgraph.kernels.rotary_attention` (fused) or the implementation of `jax.nn.dot_product_attention`."""
+def attention_kernel(config: GPTConfig, length: int) -> Literal["cudnn", "flash", "fused", "xla"]:
+    """Selects `document_attention` (flash), `rotary_attention` (fused), or `jax.nn.dot_product_attention`'s implementation."""
     # The request, else fused on devices and for sizes with this kernel, cudnn on a GPU in bfloat16, and xla.
-    if config.attention == "fused":
-        return "fused"
+    if config.attention in ("flash", "fused"):
+        return config.attention
     if config.attention == "auto" and config.can_fuse_attention:
         heads = config.num_heads + 2 * config.num_kv_heads
         if choose((1, length, heads, config.head_size), jnp.dtype(config.compute_dtype)) == "mosaic":

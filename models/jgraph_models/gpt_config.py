@@ -46,9 +46,11 @@ class GPTConfig:
     """Bias of attention: none, or a bias of queries, keys and values (qkv), as in Qwen2."""
     qk_norm: Literal["none", "head"] = "none"
     """Norm of queries and keys: none, or a norm of each head before the rotary embedding (head), as in Qwen3."""
-    attention: Literal["auto", "cudnn", "fused", "xla"] = "auto"
+    attention: Literal["auto", "cudnn", "flash", "fused", "xla"] = "auto"
     """Attention kernel. fused is one kernel with the rotary embedding, on Hopper in bfloat16 for sequences of 64 or 128 tokens
-    and heads of 64 or 128, and xla elsewhere. auto is fused there, cudnn on an NVIDIA GPU in bfloat16, and xla elsewhere."""
+    and heads of 64 or 128, and xla elsewhere. flash is the kernel of separate documents, on Hopper in bfloat16, and xla
+    elsewhere. Unlike cudnn, it can be compiled for an absent GPU. auto is fused where that kernel runs, cudnn on an NVIDIA GPU
+    in bfloat16, and xla elsewhere."""
     norm: Literal["auto", "fused", "backward", "xla"] = "auto"
     """RMSNorm of the residual stream. fused adds to the stream in the same kernel on GPUs with this kernel, and backward uses
     the kernel for gradients only. auto is fused, or backward in FP8, where the quantization kernels compute the norms."""

@@ -190,7 +190,7 @@ def test_the_default_attention_in_float32_on_a_gpu_is_xla(monkeypatch):
     assert attention_kernel(CONFIG, 64) == "xla"
 
 
-@pytest.mark.parametrize("changes", [{"attention": "fused"}, {"norm": "fused"}], ids=["attention", "norm"])
+@pytest.mark.parametrize("changes", [{"attention": "fused"}, {"attention": "flash"}, {"norm": "fused"}], ids=str)
 def test_fused_kernels_have_the_same_loss_and_gradients(changes):
     graphdef, params = split(replace(num_kv_heads=4))
     fused, _ = split(replace(num_kv_heads=4, **changes))
@@ -198,7 +198,7 @@ def test_fused_kernels_have_the_same_loss_and_gradients(changes):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kernel", ["xla", "cudnn", "fused"])
+@pytest.mark.parametrize("kernel", ["xla", "cudnn", "flash", "fused"])
 def test_a_named_attention_kernel_is_used(kernel, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert attention_kernel(replace(attention=kernel, compute_dtype="bfloat16", num_kv_heads=4), 64) == kernel

@@ -1,4 +1,5 @@
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from jax.experimental import topologies
 
 from jgraph.aot import main
 from jgraph.errors import CompilerOptionError, TargetError
+from jgraph.inspect.__main__ import main as inspect
 from jgraph.xla import aot, check_identity
 
 
@@ -47,6 +49,19 @@ def test_xla_attention_is_one_command_buffer(h200):
     assert report.command_buffers == 1
     assert report.captured == report.total
     assert check_identity(compiled, w) is None
+
+
+@pytest.mark.long
+@pytest.mark.target
+def test_a_training_step_for_an_absent_hopper_gpu_holds_no_scores_of_attention(h200, capsys, tmp_path):
+    report = tmp_path / "report.json"
+    sizes = ("--batch-size", "2", "--seq-len", "768", "--json", str(report))
+    assert inspect(["capture", "launch-bound", "--target", "h200", *sizes]) == 0
+    fields = json.loads(report.read_text())
+    holds_scores = any("768,768" in buffers["shape"] for buffers in fields["buffers"])
+    has_kernel = jax.__version_info__ >= (0, 11)
+    assert holds_scores != has_kernel
+    assert any(f"attention is {'jgraph' if has_kernel else 'XLA'}'s" in note for note in fields["notes"])
 
 
 @pytest.mark.target
