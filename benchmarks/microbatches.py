@@ -2,7 +2,7 @@
 
 python -m benchmarks.microbatches --out microbatches.json
 python -m benchmarks.microbatches --out microbatches.json --presets cpu-tiny --sizes tiny --counts 1 2    # on a CPU
-python -m benchmarks.microbatches --out gathers.json --presets gpt-1b3 --batch-size 16 --fsdp 2 --unrolled
+python -m benchmarks.microbatches --out microbatches_sharded.json --presets gpt-1b3 --batch-size 16 --fsdp 2 --unrolled
 
 The global batch is the same for every count. All programs of a preset are compiled at once, in threads, and take turns.
 `M unrolled` has M microbatches in the body of the loop; `M serialized` is the same without concurrent kernels in a CUDA

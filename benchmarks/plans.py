@@ -9,6 +9,7 @@ measures the memory of the same configurations again.
 """
 
 import json
+import re
 import statistics
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -163,8 +164,12 @@ def _config_of(file: str, work: str, result: Row, row: Row) -> TrainConfig | Non
         return TrainConfig.from_dict(result["config"])
     if file.startswith("microbatches"):
         name, sequences = work.removesuffix(" sequences").split(", ")
-        is_loop = variant.isdigit()  # not an unrolled program
-        return preset(name).changed(batch_size=int(sequences), num_microbatches=int(variant)) if is_loop else None
+        found = re.fullmatch(r"(\d+)( gathered per pass)?", variant)
+        if found is None:  # an unrolled program, or an earlier choice
+            return None
+        fields = {"gather_per": "pass"} if found[2] else {}
+        fields |= {"fsdp": result["options"].get("fsdp", 1), "batch_size": int(sequences), "num_microbatches": int(found[1])}
+        return preset(name).changed(**fields)
     if "config" not in result or work.endswith("-layers") or "unrolled" in variant:
         return None
     stored = result["config"]
