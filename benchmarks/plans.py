@@ -24,7 +24,7 @@ from benchmarks.tables import Section, markdown, number
 from benchmarks.works import vary
 from jgraph.errors import JgraphError
 from jgraph.loss import _auto_chunk as auto_chunk
-from jgraph.plan._plan import margin, predict
+from jgraph.plan._plan import AXES, margin, predict
 from jgraph.train.config import LoRAConfig, TrainConfig
 from jgraph.train.model import settings_from
 from jgraph.train.presets import preset
@@ -39,7 +39,7 @@ TITLES = {
 # several GPUs, with the head in FP8, and if there are more than two.
 _ONE_CHUNK_AT_ONCE = "2026-11-28T12:30"
 # Fields of a stored config that a plan depends on. Results of earlier versions lack some of them.
-_FIELDS = ("dp", "fsdp", "ep", "pp", "cp", "tp", "batch_size", "seq_len", "num_microbatches", "remat")
+_FIELDS = (*AXES, "batch_size", "seq_len", "num_microbatches", "remat")
 # File, work and variant of the steps that the rules were chosen with.
 _CHOSEN_WITH = {
     ("single_gpu", "gpt-124m", ""),
@@ -228,7 +228,7 @@ def kind(config: TrainConfig) -> str:
 
 def describe(config: TrainConfig) -> str:
     """Returns the preset, the tokens of a step, and the settings that differ from those of a run on one GPU."""
-    sizes = {axis: getattr(config.parallel, axis) for axis in ("dp", "fsdp", "ep", "pp", "cp", "tp")}
+    sizes = {axis: getattr(config.parallel, axis) for axis in AXES}
     parts = [config.preset, f"{config.input.batch_size} x {config.input.seq_len}"]
     parts += [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     parts += [f"{count} microbatches"] if (count := config.input.num_microbatches) > 1 else []

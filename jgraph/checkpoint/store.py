@@ -270,8 +270,9 @@ class Checkpoints:
     @functools.cached_property
     def _base(self) -> "Checkpoints":
         """The frozen leaves, as a checkpoint of step 0 in a directory of its own."""
-        shared: Any = {"warn": self._warn, "wait": self._wait, "names": self._names, "read_frozen": self._read_frozen}
-        return Checkpoints(self._directory / BASE, 1, **shared)
+        return Checkpoints(
+            self._directory / BASE, 1, warn=self._warn, wait=self._wait, names=self._names, read_frozen=self._read_frozen
+        )
 
     def _save(self, step: int, state: dict[str, Leaf], source: str = "") -> None:
         """Saves a state, or only its digest if the leaves are in `source`."""

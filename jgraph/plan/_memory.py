@@ -121,7 +121,7 @@ class Predictor:
         counts = _TRACED if layers > _TRACED[1] else (layers,)
         tokens = _rows(config) * config.input.seq_len
         traces = [self._trace(config, count) for count in counts]
-        # The trace gathers all parameters at the begin of the backward. XLA gathers those of a layer before they are read.
+        # The trace gathers all parameters at the start of the backward. XLA gathers those of a layer before they are read.
         gathers: Literal["early", "late"] = "late" if config.parallel.gather_per == "pass" else "early"
         peaks = [trace.peaks(_sizes(config, trace, tokens), gathers=gathers) for trace in traces]
         # Each of them is linear in the number of layers.

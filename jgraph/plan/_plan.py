@@ -21,7 +21,7 @@ from jgraph.xla import aot
 # JAX uses this share of the memory of a GPU with XLA_CLIENT_MEM_FRACTION=0.93, and three quarters by default.
 USABLE, USED_BY_DEFAULT = 0.93, 0.75
 # Part of the predicted peak that is added before it is compared with the memory. Measured and compiled steps of the present
-# loss need up to 6% (`benchmarks/results/plans.json`). Pipelines are compared with three compiled steps, which need up to 8%.
+# loss need up to 8% (`benchmarks/results/plans.json`). Pipelines are compared with three compiled steps, which need up to 8%.
 MARGIN, MARGIN_OF_PIPELINES, MARGIN_OF_XLA_ATTENTION = 0.1, 0.2, 0.36
 AXES = ("dp", "fsdp", "ep", "pp", "cp", "tp")
 _FLAGS = (*AXES, "num_microbatches", "remat", "precision")

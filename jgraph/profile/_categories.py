@@ -86,8 +86,8 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
     """Returns the purpose of an instruction that launches a kernel: `other` if its names have no known scope."""
     parts = list(program.inside(instruction))
     for part in parts:
-        if collective := COLLECTIVES.get(re.sub(r"-(start|done|update)$", "", part.opcode)):
-            return Purpose(collective)
+        if part.collective:
+            return Purpose(part.collective)
     computes = any(part.opcode not in _MOVES for part in parts if part.opcode not in ("fusion", "call", "async-start"))
     names = _names(parts) or (_inherited(program, instruction) if computes else [])
     matmul = program.matmul(instruction)

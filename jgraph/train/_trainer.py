@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -159,8 +158,8 @@ class _Run:
         # Process 0 decides, because it may write checkpoints while another process looks for them.
         if is_new := not all_gather_scalar(run_dir.resumes(config.output))[0]:
             with all_or_raise():
-                room: Any = {"names": _NAMES, "frozen": frozen, "frozen_count": 0 if source else 1}
-                check_space(run_dir.path.absolute(), shapes, config.output.checkpoint_keep + 1, **room)
+                path, count = run_dir.path.absolute(), config.output.checkpoint_keep + 1
+                check_space(path, shapes, count, names=_NAMES, frozen=frozen, frozen_count=0 if source else 1)
             # Both programs compile at once, and before the directory changes: an error must not replace an earlier run.
             with self._before_first_step("compiling the training step"):
                 init = partial(self.weights.load, setup) if self.weights else setup.compile_init()
@@ -170,11 +169,18 @@ class _Run:
                 self._write(is_new=is_new)
         wait = partial(self.watchdog.wait, lambda: "the checksums of the state for a checkpoint")
         keep = config.output.checkpoint_keep
-        options: Any = {"frozen": frozen, "read_frozen": partial(read_frozen, config, setup.model.shapes)}
-        checkpoints = Checkpoints(run_dir.checkpoints, keep, warn=reporter.warn, wait=wait, names=_NAMES, **options)
+        checkpoints = Checkpoints(
+            run_dir.checkpoints,
+            keep,
+            warn=reporter.warn,
+            wait=wait,
+            names=_NAMES,
+            frozen=frozen,
+            read_frozen=partial(read_frozen, config, setup.model.shapes),
+        )
         try:
-            with all_or_raise():
-                if not is_new:
+            if not is_new:  # else checked above
+                with all_or_raise():
                     checkpoints.check_space(shapes)
             self.startup.enter("initial state")
             with self._before_first_step("making the initial state" if is_new else "restoring the newest checkpoint"):

@@ -37,9 +37,8 @@ class SavedRun:
         self.dir = RunDir(path)
         self.path = path
         self.config = self.dir.saved_config(field=field, module=module)
-        read = lambda source, like: read_frozen(self.config, self.model.shapes, source, like)  # noqa: E731
         at = "step" if field == "run" else field
-        self._reader = CheckpointReader(self.dir.checkpoints, step, field=at, read_frozen=read)
+        self._reader = CheckpointReader(self.dir.checkpoints, step, field=at, read_frozen=self._read_frozen)
         self.step = self._reader.step
 
     @cached_property
@@ -76,6 +75,9 @@ class SavedRun:
     def close(self) -> None:
         """Ends the threads that read the checkpoint. No array can be read afterwards."""
         self._reader.close()
+
+    def _read_frozen(self, source: str, like: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[str, Array]:
+        return read_frozen(self.config, self.model.shapes, source, like)
 
     @cached_property
     def _leaves(self) -> dict[str, str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jgraph.scopes import innermost
 from jgraph.xla import _protobuf
-from jgraph.xla.hlo import COLLECTIVES, HloModule, Op, operations
+from jgraph.xla.hlo import HloModule, Op, operations
 
 _MOST = 8
 # Kinds of events in XLA's `HeapSimulatorTrace`. The first, 0, allocates a buffer.
@@ -91,8 +91,7 @@ def _at_peak(events: Iterable[_protobuf.Fields], sizes: Mapping[int, int]) -> di
 
 def _scope(program: HloModule, name: str) -> str:
     instruction = program.instructions[name]
-    pattern = COLLECTIVES.get(instruction.opcode.removesuffix("-start").removesuffix("-done"))
-    return pattern or innermost(instruction.op_name)
+    return instruction.collective or innermost(instruction.op_name)
 
 
 def _shape(program: HloModule, name: str, location: _protobuf.Fields) -> str:

@@ -93,6 +93,11 @@ class Instruction:
         return found[1] if found else ""
 
     @property
+    def collective(self) -> str:
+        """The pattern of communication of a collective, one of the values of `COLLECTIVES`. Empty for other instructions."""
+        return COLLECTIVES.get(re.sub(r"-(start|done|update)$", "", self.opcode), "")
+
+    @property
     def is_matmul(self) -> bool:
         """True for a matmul or convolution, including custom calls of cuBLAS. False for a fusion that contains one."""
         return self.opcode in ("dot", "convolution") or "$matmul" in self.target or "$gemm" in self.target

@@ -31,7 +31,7 @@ _NEVER_CAPTURED = {"INVALID", "HOST_EXECUTE"}
 # XLA's own kernels for small all-reduces cannot be captured. Without them XLA calls NCCL.
 _SMALL_COLLECTIVES = "xla_gpu_experimental_use_collective_kernels"
 # Copies between GPUs start after their host threads have met, which a graph cannot record. XLA calls NCCL instead.
-_PERMUTES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PRIVATE_MEMORY"}
+_PERMUTES, _BY_NCCL = "xla_gpu_collective_permute_mode", "COLLECTIVES_PRIVATE_MEMORY"
 # Commands of every supported XLA release, in case the installed library does not list its own.
 _COMMON = "FUSION,COLLECTIVES,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION,CONVOLUTION"
 
@@ -129,8 +129,8 @@ def _graph_options(graph: str, num_devices: int) -> dict[str, OptionValue]:
     options: dict[str, OptionValue] = {_COMMAND_BUFFER: ",".join(c for c in commands if c not in excluded), _MIN_GRAPH_SIZE: 1}
     if num_devices > 1 and _SMALL_COLLECTIVES in installed:
         options[_SMALL_COLLECTIVES] = "" if installed[_SMALL_COLLECTIVES].repeated else False
-    if num_devices > 1:
-        options |= {name: value for name, value in _PERMUTES.items() if name in installed}
+    if num_devices > 1 and _PERMUTES in installed:
+        options[_PERMUTES] = _BY_NCCL
     return options
 
 
