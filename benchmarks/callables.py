@@ -69,30 +69,12 @@ def works(options: CallablesOptions) -> Iterator[Work]:
 
 
 def candidate(system: str, variant: str, request: Row) -> Candidate:
-    """Returns the candidate of a variant of the blocks.
-
-    Args:
-        system: jgraph or jax.
-        variant: An entry of `BLOCKS`.
-        request: Request without the variant.
-
-    Returns:
-        The candidate.
-    """
+    """Returns the candidate of a variant of the blocks."""
     return Candidate({"system": system, "variant": variant}, PROGRAM, request | {"variant": variant})
 
 
 def pipeline_work(name: str, size: MLPSize, options: CallablesOptions) -> Work:
-    """Returns the work of a pipeline.
-
-    Args:
-        name: Its name.
-        size: Its size.
-        options: Flags.
-
-    Returns:
-        The work.
-    """
+    """Returns the work of a pipeline."""
     request = {"task": "pipeline", "size": asdict(size), "ranks": options.ranks}
     ours = [{"schedule": text, "join": join} for text in options.schedules for join in ("segments", "nothing")]
     candidates = [Candidate({"system": "jgraph", **one}, PROGRAM, request | one) for one in ours]
@@ -101,15 +83,7 @@ def pipeline_work(name: str, size: MLPSize, options: CallablesOptions) -> Work:
 
 
 def section(work: str, result: Row) -> Section:
-    """Returns the table layout.
-
-    Args:
-        work: Name of the work.
-        result: Its result.
-
-    Returns:
-        The section.
-    """
+    """Returns the table layout of a work."""
     rows, size, ranks = result["rows"], result["size"], result["ranks"]
     if work == "blocks":
         torch = next((row for row in rows if row["variant"] == TORCH and "ms" in row), None)

@@ -29,12 +29,7 @@ Command = Callable[[], int | None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Returns:
-        The exit code: 0 on success, 1 if `readme --check` finds an outdated page, 2 for invalid input (one line on stderr). A
-        benchmark may exit with another code.
-    """
+    """Runs a command. Returns 0, 1 for an outdated page, 2 and a line on stderr for invalid input, or a benchmark's code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     own, rest = (argv[:2], argv[2:]) if argv[:1] == ["run"] else (argv, [])
 
@@ -73,30 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_benchmark(name: str, flags: list[str]) -> int:
-    """Runs a benchmark.
-
-    Args:
-        name: Its module name.
-        flags: Its command-line flags.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ResultsError: If the benchmark does not exist.
-    """
+    """Runs a benchmark with its command-line flags, and returns its exit code."""
     if name not in (scripts := find_benchmarks()):
         raise ResultsError(f"unknown benchmark {name}; choose one of: {', '.join(scripts)}")
     return importlib.import_module(f"benchmarks.{name}").BENCHMARK.main(name, flags)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints an aligned Markdown table. Prints nothing if there are no rows.
-
-    Args:
-        columns: Headings.
-        rows: Cells.
-    """
+    """Prints an aligned Markdown table. Prints nothing if there are no rows."""
     lines = [columns, *rows]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     heads, *cells = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)

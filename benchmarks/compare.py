@@ -41,11 +41,7 @@ class TimedRow:
 
 
 def read(file: Path) -> dict[str, Row]:
-    """Returns the results of a file by work.
-
-    Raises:
-        ResultsError: If the file cannot be read or has no results.
-    """
+    """Returns the results of a file by work. Raises `ResultsError` if it has none."""
     try:
         data = json.loads(file.read_text())
     except OSError as e:
@@ -59,25 +55,13 @@ def read(file: Path) -> dict[str, Row]:
 
 
 def distinct(results: Iterable[Row], fact: str) -> str:
-    """Returns the distinct values of a fact.
-
-    Args:
-        results: Results of several works.
-        fact: Key of a result or of its environment. A date is shortened to the day.
-
-    Returns:
-        The values, sorted and separated by commas.
-    """
+    """Returns the distinct values of a key of results or of their environments, sorted, with commas. Dates are days."""
     values = (one.get(fact) or one["environment"].get(fact) for one in results)
     return ", ".join(sorted({one[: 10 if fact == "date" else None].removeprefix("1 x ") for one in values if one}))
 
 
 def timed_rows(file: Path) -> dict[str, TimedRow]:
-    """Returns the rows of a file that have a time or an error, by name.
-
-    Raises:
-        ResultsError: If no row has a time.
-    """
+    """Returns the rows of a file that have a time or an error, by name. Raises `ResultsError` if no row has a time."""
     rows: dict[str, TimedRow] = {}
     for work, result in read(file).items():
         for row in result["rows"]:
@@ -97,14 +81,9 @@ def timed_rows(file: Path) -> dict[str, TimedRow]:
 
 
 def compare_files(a: Path, b: Path) -> list[list[str]]:
-    """Compares the times of two results files. Prints the origin of both, changed settings, and rows that only one file has.
+    """Compares the rows that both files have: name, both times, B/A, and a verdict.
 
-    Args:
-        a: The baseline.
-        b: The other file.
-
-    Returns:
-        For each row in both files: name, both times, their ratio, and a verdict.
+    Prints the origin of both files, settings that differ, and rows that only one file has.
     """
     before, after = timed_rows(a), timed_rows(b)
     for side, file, rows in (("A", a, before), ("B", b, after)):
@@ -127,15 +106,7 @@ def compare_files(a: Path, b: Path) -> list[list[str]]:
 
 
 def changes(a: TimedRow, b: TimedRow) -> Iterator[str]:
-    """Yields the settings that differ between two rows.
-
-    Args:
-        a: Row of the baseline.
-        b: Row of the other file.
-
-    Yields:
-        `KEY OLD -> NEW` for each setting that both rows have and that affects the measurement.
-    """
+    """Yields `KEY OLD -> NEW` for each setting of both rows that differs and affects the measurement."""
     for key in sorted((a.settings.keys() & b.settings.keys()) - _IDLE):
         if a.settings[key] != b.settings[key]:
             yield f"{key} {a.settings[key]} -> {b.settings[key]}"

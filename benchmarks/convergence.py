@@ -65,15 +65,7 @@ def works(options: ConvergenceOptions) -> Iterator[Work]:
 
 
 def curve(name: str, run: Path) -> Row:
-    """Reads the losses of a run.
-
-    Args:
-        name: Name of the run.
-        run: Run directory.
-
-    Returns:
-        A row with the training and validation losses in nats per token.
-    """
+    """Reads the losses of a run directory, in nats per token."""
     config, entries = json.loads((run / "config.json").read_text()), read_metrics(run / "metrics.jsonl")
     return {
         "system": "jgraph",
@@ -90,15 +82,7 @@ def curve(name: str, run: Path) -> Row:
 
 
 def section(work: str, result: Row) -> Section:
-    """Returns the table layout.
-
-    Args:
-        work: Name of the work.
-        result: Its result.
-
-    Returns:
-        The section.
-    """
+    """Returns the table layout of a work."""
     rows = result["rows"]
     first = rows[0] if rows else {}
     baselines = [row for row in rows if settings(row) == settings(first)]
@@ -147,15 +131,7 @@ def losses(row: Row) -> np.ndarray:
 
 
 def last_mean(row: Row, first: Row) -> float:
-    """Averages the losses of the last `_LAST_STEPS` steps.
-
-    Args:
-        row: The run.
-        first: The first run. Its last step is the end of the window.
-
-    Returns:
-        The mean, or NaN if the run has another last step.
-    """
+    """Averages the losses of the last `_LAST_STEPS` steps. NaN if the run does not end at the last step of the first run."""
     last = first["steps"][-1]
     if row["steps"][-1] != last:
         return math.nan
@@ -163,12 +139,7 @@ def last_mean(row: Row, first: Row) -> float:
 
 
 def draw_curves(rows: list[Row], path: Path) -> None:
-    """Draws the losses and their differences from the first run.
-
-    Args:
-        rows: The runs.
-        path: Path of the figure.
-    """
+    """Draws the losses and their differences from the first run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")

@@ -71,15 +71,7 @@ def works(options: DecodeOptions) -> Iterator[Work]:
 
 
 def model_config(name: str, sizes: str) -> GPTConfig:
-    """Returns the config of a model.
-
-    Args:
-        name: gpt-1b3 or llama-1b3.
-        sizes: full or tiny.
-
-    Returns:
-        The config.
-    """
+    """Returns the config of gpt-1b3 or llama-1b3."""
     config = TINY if sizes == "tiny" else preset("gpt-1b3").model
     # SwiGLU has three matrices instead of two, so d_ff shrinks to two thirds, rounded up to a multiple of 128.
     swiglu = {"mlp": "swiglu", "d_ff": -(-config.d_ff * 2 // 3 // 128) * 128}
@@ -112,15 +104,7 @@ def time_generation(request: Row) -> None:
 
 
 def section(name: str, result: Row) -> Section:
-    """Returns the table layout.
-
-    Args:
-        name: Name of the work.
-        result: Its result.
-
-    Returns:
-        The section.
-    """
+    """Returns the table layout of a work."""
     rows, size = result["rows"], result["size"]
     ours = rows[0] if rows else {}
 

@@ -56,16 +56,7 @@ def works(options: Options) -> Iterator[Work]:
 
 
 def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candidate:
-    """Returns the candidate of a variant.
-
-    Args:
-        variant: System and settings: "jgraph fp8=delayed:e4m3", "peft compile".
-        config: Config of the run, with adapters.
-        options: Flags.
-
-    Returns:
-        The candidate.
-    """
+    """Returns the candidate of a variant: "jgraph fp8=delayed:e4m3", "peft compile"."""
     system, _, settings = variant.partition(" ")
     if system != "peft":
         return single_gpu.candidate(variant, config, options)
@@ -78,15 +69,7 @@ def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candi
 
 
 def section(name: str, result: Row) -> Section:
-    """Returns the table layout.
-
-    Args:
-        name: Name of the work.
-        result: Its result.
-
-    Returns:
-        The section.
-    """
+    """Returns the table layout of a work."""
     config, rows = result["config"], result["rows"]
     tokens, ours = config["batch_size"] * config["seq_len"], rows[0] if rows else {}
     return Section(

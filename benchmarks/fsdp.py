@@ -95,48 +95,18 @@ def works(options: Options) -> Iterator[Work]:
 
 
 def jgraph_candidate(system: str, config: TrainConfig, variant: str, options: Options) -> Candidate:
-    """Returns a candidate of jgraph.
-
-    Args:
-        system: jgraph or one GPU.
-        config: Config of the run.
-        variant: Name of the variant.
-        options: Flags.
-
-    Returns:
-        The candidate.
-    """
+    """Returns a candidate of jgraph."""
     return jgraph_step({"system": system, "variant": variant, "ranks": config.parallel.data_ranks}, config, options)
 
 
 def plain_candidate(variant: str, config: TrainConfig) -> Candidate:
-    """Returns a candidate of plain JAX.
-
-    Args:
-        variant: Words, as in `benchmarks/peers/plain_jax.py`.
-        config: Config of the run.
-
-    Returns:
-        The candidate.
-    """
+    """Returns a candidate of plain JAX."""
     labels = {"system": "jax", "variant": variant, "ranks": config.parallel.shards}
     return Candidate(labels, "benchmarks.peers.plain_jax", {"variant": variant.split(), "config": config.to_dict()})
 
 
 def torch_candidate(peer: str, config: TrainConfig, options: Options) -> Candidate:
-    """Returns a candidate of PyTorch.
-
-    Args:
-        peer: Variant, as in `--peers`.
-        config: Config of the run.
-        options: Flags.
-
-    Returns:
-        The candidate.
-
-    Raises:
-        SystemExit: If a variant of Transformer Engine is unknown or does not support the work.
-    """
+    """Returns a candidate of PyTorch. Exits if Transformer Engine does not support the variant or the work."""
     mode, *suffixes = peer.split(":")
     if is_te(mode):
         allowed = ([], ["reshard"], ["graph"]) if parse_sharded_variant(mode).params == "float32" else ([], ["reshard"])
@@ -158,16 +128,7 @@ def torch_candidate(peer: str, config: TrainConfig, options: Options) -> Candida
 
 
 def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
-    """Returns the config of a work.
-
-    Args:
-        work: Name of the work.
-        ranks: Number of GPUs.
-        options: Flags.
-
-    Returns:
-        The config.
-    """
+    """Returns the config of a work."""
     config = preset_config(work, options)
     if options.sizes == "full" and work in LAYERS:
         config = config.changed(model=replace(config.model, num_layers=LAYERS[work]))
@@ -180,15 +141,7 @@ def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
 
 
 def section(work: str, result: Row) -> Section:
-    """Returns the table layout.
-
-    Args:
-        work: Name of the work.
-        result: Its result.
-
-    Returns:
-        The section.
-    """
+    """Returns the table layout of a work."""
     config, rows, ranks = (result[key] for key in ("config", "rows", "ranks"))
     peers = {kind: fastest([row for row in rows if is_comparable(row, kind)], "torch") for kind in PLACEMENTS}
     alone, plain, share = fastest(rows, "one GPU"), fastest(rows, "jax"), config["batch_size"] // ranks

@@ -63,15 +63,7 @@ def works(options: Options) -> Iterator[Work]:
 
 
 def peer_candidate(peer: str, size: Row) -> Candidate:
-    """Returns the candidate of a peer.
-
-    Args:
-        peer: An entry of `Options.peers`.
-        size: Shape and group sizes.
-
-    Returns:
-        The candidate.
-    """
+    """Returns the candidate of a peer."""
     if peer == "torch":
         return candidate("torch", "", "benchmarks.peers.grouped", size)
     if is_te(peer):
@@ -80,32 +72,13 @@ def peer_candidate(peer: str, size: Row) -> Candidate:
 
 
 def candidate(system: str, variant: str, module: str, size: Row) -> Candidate:
-    """Returns a candidate.
-
-    Args:
-        system: jgraph, torch or jax.
-        variant: Its variant.
-        module: Module to run.
-        size: Shape and group sizes.
-
-    Returns:
-        The candidate.
-    """
+    """Returns a candidate."""
     labels = {"system": system, "variant": variant}
     return Candidate(labels, module, size | labels)
 
 
 def group_sizes(rows: int, experts: int, groups: str) -> list[int]:
-    """Distributes rows over experts.
-
-    Args:
-        rows: Number of rows.
-        experts: Number of experts.
-        groups: equal or skewed.
-
-    Returns:
-        The number of rows of each expert.
-    """
+    """Distributes rows over experts: `equal`, or `skewed`."""
     if groups == "equal":
         return [rows // experts] * experts
     random = np.random.default_rng(0)
@@ -205,15 +178,7 @@ def bytes_onto_float32(shape: tuple[int, ...]) -> int:
 
 
 def section(name: str, result: Row) -> Section:
-    """Returns the table layout.
-
-    Args:
-        name: Name of the work.
-        result: Its result.
-
-    Returns:
-        The section.
-    """
+    """Returns the table layout of a work."""
     shape, rows = result["size"]["shape"], result["rows"]
     flops = 2 * math.prod(shape[:3])
     peer = next((row for row in rows if row["system"] == "torch"), None)

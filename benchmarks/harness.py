@@ -16,16 +16,7 @@ from jgraph.timing import Run, Timer
 
 
 def time_steps(timer: Timer, run: Run, wait: Run) -> dict[str, Any]:
-    """Times a step that is dispatched asynchronously.
-
-    Args:
-        timer: Durations of the measurement.
-        run: Dispatches one step.
-        wait: Blocks until all dispatched steps are done.
-
-    Returns:
-        `ms`, the median time of a step, and `power_watts` and `sm_clock_mhz` of the GPU under load.
-    """
+    """Times a step that is dispatched asynchronously: the median `ms`, and power and clock of the GPU under load."""
     repeats_ms, steps = timer.repeats_ms(run, wait)
     with ThreadPoolExecutor(1) as pool:  # reads power and clock under load, outside the timed repeats
         reading = pool.submit(read_power_and_clock)
@@ -78,18 +69,10 @@ def soak(
     steps: int,
     hang_seconds: float,
 ) -> Iterator[dict[str, Any]]:
-    """Runs many steps and watches step time and memory. Ten steps run before the first measurement, because they record graphs.
+    """Runs many steps, and yields the memory before the first one and ten reports of step times and memory.
 
-    Args:
-        run: Dispatches one step.
-        wait: Blocks until the step is done.
-        devices: jax devices. Only `memory_stats()` is called.
-        facts: Returns further keys for each report.
-        steps: Number of steps.
-        hang_seconds: Maximum duration of a step. A longer step writes its stack trace to stderr and ends the process.
-
-    Yields:
-        Memory in use before the first step, and ten progress reports with step times and memory in use.
+    Ten steps run before the first measurement, because they record graphs. A step that takes longer than `hang_seconds` writes
+    its stack trace to stderr and ends the process. `facts` returns further keys for each report.
     """
 
     def memory() -> dict[str, Any]:

@@ -94,15 +94,7 @@ def time_kernel(request: Row) -> None:
 
 
 def section(name: str, result: Row) -> Section:
-    """Returns the table layout.
-
-    Args:
-        name: Name of the work.
-        result: Its result.
-
-    Returns:
-        The section.
-    """
+    """Returns the table layout of a work."""
 
     def share(row: Row) -> str:
         device = find(row["device"].removeprefix("1 x "))

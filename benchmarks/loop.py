@@ -129,11 +129,7 @@ class Programs:
 
 
 def main(options: LoopOptions) -> None:
-    """Runs the comparisons, and writes the file after each of them.
-
-    Args:
-        options: Flags.
-    """
+    """Runs the comparisons, and writes the file after each of them."""
     programs = Programs(preset_config("launch-bound", Options(sizes=options.sizes)), options.plain, options.xla_options)
     pairs: dict[Name, tuple[str, str]] = {
         "loop": ("plain", "loop"),

@@ -63,11 +63,7 @@ class MicrobatchOptions:
 
 
 def main(options: MicrobatchOptions) -> None:
-    """Times every preset, and writes the file after each.
-
-    Args:
-        options: Flags.
-    """
+    """Times every preset, and writes the file after each."""
     device = f"{options.fsdp} x {jax.devices()[0].device_kind}"
     for preset in options.presets:
         config = preset_config(preset, Options(sizes=options.sizes)).changed(batch_size=options.batch_size, fsdp=options.fsdp)

@@ -59,15 +59,7 @@ def works(options: Options) -> Iterator[Work]:
 
 
 def config_of(work: str, options: Options) -> TrainConfig:
-    """Returns the config of a work.
-
-    Args:
-        work: Name of the work. Names that end with `LAYERS` have four layers and 4 sequences of 4096 tokens.
-        options: Flags.
-
-    Returns:
-        The config.
-    """
+    """Returns the config of a work. Works with the suffix `LAYERS` have four layers and 4 sequences of 4096 tokens."""
     config = preset_config(work.removesuffix(LAYERS), options)
     if options.sizes == "tiny":
         model: Any = config.model
@@ -80,43 +72,19 @@ def config_of(work: str, options: Options) -> TrainConfig:
 
 
 def layers_only(candidate: Candidate, options: Options) -> Candidate:
-    """Replaces a candidate of the whole step by one of the layers.
-
-    Args:
-        candidate: Candidate of the whole step.
-        options: Flags.
-
-    Returns:
-        A candidate with the same labels.
-    """
+    """Replaces a candidate of the whole step by one of the layers."""
     ours, gpus = candidate.labels["system"] == "jgraph", int(options.sizes == "full")
     return replace(candidate, module=f"benchmarks.{'programs' if ours else 'peers'}.layers", gpus=0 if ours else gpus)
 
 
 def flops(config: Row, *, head: bool) -> float:
-    """Counts the FLOPs of a step with `GPTConfig.flops`.
-
-    Args:
-        config: Stored config.
-        head: Include the output projection.
-
-    Returns:
-        The FLOPs.
-    """
+    """Counts the FLOPs of a step of a stored config, with or without the output projection."""
     model, tokens = config["model"], config["batch_size"] * config["seq_len"]
     return step_flops(config) - (0 if head else 6.0 * tokens * model["d_model"] * model["vocab_size"])
 
 
 def section(name: str, result: Row) -> Section:
-    """Returns the table layout.
-
-    Args:
-        name: Name of the work.
-        result: Its result.
-
-    Returns:
-        The section.
-    """
+    """Returns the table layout of a work."""
     config, rows = result["config"], result["rows"]
     tokens, total = config["batch_size"] * config["seq_len"], flops(config, head=not name.endswith(LAYERS))
     ours = rows[0] if rows else {}

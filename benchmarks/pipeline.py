@@ -64,20 +64,7 @@ def works(options: Options) -> Iterator[Work]:
 
 
 def jgraph_candidate(text: str, size: Size, ranks: int, options: Options) -> Candidate:
-    """Returns a candidate of jgraph.
-
-    Args:
-        text: Schedule and settings, as in `--schedules`.
-        size: Size of the work.
-        ranks: Number of pipeline ranks.
-        options: Flags.
-
-    Returns:
-        The candidate.
-
-    Raises:
-        SystemExit: If a setting is unknown.
-    """
+    """Returns a candidate of jgraph for a schedule and settings, as in `--schedules`. Exits if a setting is unknown."""
     schedule, _, variant = text.partition(" ")
     settings = {"engine": "program", "fp8": "", "graph": options.graph, "remat": options.remat, "norm": ""}
     xla = list(options.xla_option)
@@ -116,15 +103,7 @@ def overhead(row: Row) -> str:
 
 
 def section(work: str, result: Row) -> Section:
-    """Returns the table layout.
-
-    Args:
-        work: Name of the work.
-        result: Its result.
-
-    Returns:
-        The section.
-    """
+    """Returns the table layout of a work."""
     options, ranks, size, peer = (
         result["options"],
         result["ranks"],

@@ -65,14 +65,7 @@ assert PICTURED.keys() <= {text for text, *_ in GAINS}, "each row of the picture
 
 
 def write_readme(check: bool) -> int:
-    """Writes the pages that have generated tables, and the generated pictures.
-
-    Args:
-        check: Write nothing; only compare.
-
-    Returns:
-        The exit code: 1 if `check` is True and a page differs from the results.
-    """
+    """Writes or checks the pages with generated tables, and the pictures. Returns 1 if a checked page is outdated."""
     pages = {README: _with_tables(README, gains_table()), PAGE: _with_tables(PAGE, page_tables())}
     pages[OTHERS] = _with_tables(OTHERS, others.table())
     pages[PLAN] = _with_tables(PLAN, "\n".join(plans_table()))
@@ -327,30 +320,14 @@ def grouped_table(works: Iterable[tuple[str, Row]]) -> list[str]:
 
 
 def expert_rows(work: str, result: Row) -> Iterable[list[str]]:
-    """Yields two comparisons of a mixture of experts on several GPUs with PyTorch's expert parallelism.
-
-    Args:
-        work: Name of the work.
-        result: Its result.
-
-    Yields:
-        The cells for jgraph with expert parallelism, then for jgraph with gathered experts.
-    """
+    """Yields two comparisons of a mixture of experts on several GPUs with PyTorch's expert parallelism."""
     for kind, is_parallel in (("expert parallel", True), ("experts gathered", False)):
         rows = [row for row in result["rows"] if row["system"] == "torch" or ("layout=ep" in row["variant"]) == is_parallel]
         yield comparison_cells(f"{work}, {batch_text(result)}, {kind}", result, [rows])
 
 
 def finetune_rows(work: str, result: Row) -> Iterable[list[str]]:
-    """Yields the comparisons of a fine-tuning step with PEFT: jgraph in bfloat16, then jgraph in FP8 if it was timed.
-
-    Args:
-        work: Name of the work.
-        result: Its result.
-
-    Yields:
-        The cells of a comparison.
-    """
+    """Yields the comparisons of a fine-tuning step with PEFT: jgraph in bfloat16, then jgraph in FP8 if it was timed."""
     for text, is_fp8 in (("", False), (", jgraph in FP8", True)):
         rows = [row for row in result["rows"] if row["system"] == "torch" or (precision(row) != "bf16") == is_fp8]
         if any(row["system"] == "jgraph" for row in rows):
@@ -450,13 +427,7 @@ def batch_text(result: Row) -> str:
 def stored_runs(data: dict[str, dict[str, Row]], name: str, work: str) -> list[list[Row]]:
     """Returns the rows of all stored runs of a work.
 
-    Args:
-        data: All results, by file name and work.
-        name: Results file of the newest run.
-        work: The work.
-
-    Returns:
-        The newest run, then earlier runs, then the PyTorch rows of other benchmarks with the same size and ranks.
+    The newest run comes first, then earlier runs, then the PyTorch rows of other benchmarks with the same size and ranks.
     """
     own, before = data[name][work], f"{name}_earlier"
     runs = [own["rows"], *(result["rows"] for other, result in data.get(before, {}).items() if other == work)]

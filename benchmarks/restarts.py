@@ -72,11 +72,7 @@ class RestartOptions:
 
 
 def main(options: RestartOptions) -> None:
-    """Runs the parts, and writes the file after each.
-
-    Args:
-        options: Flags.
-    """
+    """Runs the parts, and writes the file after each."""
     # A run with kills has more steps than it finishes before the last kill.
     steps = {"kills": 2 * options.every * (options.kills + 1), "network": 6 * LOG_EVERY}
     for part in options.parts:

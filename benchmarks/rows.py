@@ -71,15 +71,7 @@ def row_name(row: Row) -> str:
 
 
 def fastest(rows: list[Row], system: str) -> Row | None:
-    """Returns the fastest row of a system.
-
-    Args:
-        rows: Rows of one work.
-        system: Value of `system`: jgraph, torch, jax or one GPU.
-
-    Returns:
-        The row with the smallest `ms`, or None if no row of the system has a time.
-    """
+    """Returns the row of a system (jgraph, torch, jax or one GPU) with the smallest `ms`. None if no row has a time."""
     return min((row for row in rows if row["system"] == system and "ms" in row), key=lambda row: row["ms"], default=None)
 
 
@@ -92,15 +84,7 @@ def placement(row: Row) -> str:
 
 
 def is_comparable(row: Row, kind: str) -> bool:
-    """Reports whether a row is compared with the rows of a placement.
-
-    Args:
-        row: The row.
-        kind: An entry of `PLACEMENTS`.
-
-    Returns:
-        True if the placements match, or if the row is PyTorch with replicated parameters and `kind` is kept.
-    """
+    """Reports whether a row is compared with the rows of a placement. Replicated PyTorch is also compared with `kept`."""
     return placement(row) == kind or (row["system"] == "torch" and (placement(row), kind) == ("replicated", "kept"))
 
 
@@ -110,16 +94,9 @@ def spread(row: Row) -> str:
 
 
 def ratios(row: Row, to: Row | None, key: str = "ms") -> list[float]:
-    """Returns the time of `row` divided by the time of `to`.
+    """Returns the time of `row` divided by the time of `to`: one ratio per round that both took part in.
 
-    Args:
-        row: Numerator.
-        to: Denominator.
-        key: Key of the time.
-
-    Returns:
-        One ratio per round that both rows took part in, or the ratio of the medians if they share no round. Empty if a time is
-        missing.
+    Without a common round, returns the ratio of the medians. Empty if a time is missing.
     """
     if not to or key not in row or key not in to:
         return []
@@ -130,17 +107,9 @@ def ratios(row: Row, to: Row | None, key: str = "ms") -> list[float]:
 
 
 def ratio(row: Row | None, to: Row | None, key: str = "ms", *, digits: int = 3) -> str:
-    """Formats the ratio of two rows.
+    """Formats the median ratio of two rows, followed by the smallest and the largest if there are several rounds.
 
-    Args:
-        row: Numerator.
-        to: Denominator.
-        key: Key of the time.
-        digits: Decimal places.
-
-    Returns:
-        The median ratio, followed by the smallest and the largest if there are several rounds. Empty if a time is missing or
-        both arguments are the same row.
+    Empty if a time is missing or both arguments are the same row.
     """
     found = [] if row is to or row is None else ratios(row, to, key)
     if len(found) < 2:
@@ -149,16 +118,7 @@ def ratio(row: Row | None, to: Row | None, key: str = "ms", *, digits: int = 3) 
 
 
 def verdict(a: list[float], b: list[float]) -> str:
-    """Compares two lists of repeats.
-
-    Args:
-        a: Times of the baseline.
-        b: Times of the other run.
-
-    Returns:
-        "faster" or "slower" for `b` if the two ranges do not overlap, `WITHIN` if they do, "no spread known" if one of the
-        lists has fewer than two repeats.
-    """
+    """Compares the repeats of a baseline with those of another run: faster or slower only if the two ranges do not overlap."""
     if min(len(a), len(b)) < 2:
         return "no spread known"
     return "faster" if max(b) < min(a) else "slower" if min(b) > max(a) else WITHIN

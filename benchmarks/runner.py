@@ -129,15 +129,7 @@ class Benchmark:
     section: Callable[[str, Row], Section]
 
     def main(self, name: str, flags: Sequence[str]) -> int:
-        """Runs the benchmark.
-
-        Args:
-            name: Name of the benchmark, and of its results file if no flag sets another.
-            flags: Command-line flags.
-
-        Returns:
-            The exit code.
-        """
+        """Runs the benchmark with command-line flags, and returns the exit code."""
         program = f"python -m benchmarks run {name}"
         options: Any = tyro.cli(self.options, prog=program, description=self.description, args=flags)
         options = replace(options, name=options.name or name)
@@ -180,28 +172,14 @@ class Benchmark:
 
 
 def loss_difference(losses: Sequence[float], others: Sequence[float]) -> Row:
-    """Compares the losses of two runs on the same batches.
-
-    Args:
-        losses: Losses of one run.
-        others: Losses of the other run.
-
-    Returns:
-        `differs`, the largest difference, NaN if any is NaN, and `first_differs`, the first step with a difference or None.
-    """
+    """Compares the losses of two runs: the largest difference, NaN if any is, and the first step with a difference."""
     differences = [abs(a - b) for a, b in zip(losses, others, strict=True)]
     first = next((step for step, difference in enumerate(differences) if difference != 0), None)
     return {"differs": max(differences, key=lambda difference: (math.isnan(difference), difference)), "first_differs": first}
 
 
 def run(work: Work, options: Options, results: "Results") -> None:
-    """Times a work and stores its rows after every build and round.
-
-    Args:
-        work: The work.
-        options: Flags of the benchmark.
-        results: Results file.
-    """
+    """Times a work and stores its rows after every build and round."""
     results.begin(work.name, **work.facts)
     done: list[Row] = []
 
@@ -224,14 +202,9 @@ def find_benchmarks() -> dict[str, str]:
 
 
 def benchmark_of(stem: str, scripts: Iterable[str]) -> str:
-    """Returns the benchmark that wrote a results file.
+    """Returns the benchmark that wrote a results file, named NAME, NAME and a number, NAME_SUFFIX, or both.
 
-    Args:
-        stem: File name without suffix: the name of the benchmark, followed by a number, `_` and a suffix, or both.
-        scripts: Names of the benchmarks.
-
-    Returns:
-        The longest matching name, or `stem` without its number if none matches.
+    Of several matching names it is the longest. Without one, it is `stem` without its number.
     """
     matching = (name for name in scripts if re.match(rf"{name}\d*(_|$)", stem))
     return max(matching, key=len, default=stem.rstrip("0123456789"))
@@ -274,21 +247,11 @@ class Results:
         self.works = stored(options.file)
 
     def begin(self, work: str, **more: Any) -> None:
-        """Starts a new result.
-
-        Args:
-            work: Name of the work.
-            **more: Keys of the result beside its rows.
-        """
+        """Starts a new result. `more` are its keys beside the rows."""
         self.works[work] = {**facts(self.options), **more, "device": None, "rows": []}
 
     def put(self, work: str, rows: list[Row]) -> None:
-        """Replaces the rows of a work, and writes the JSON file and the page.
-
-        Args:
-            work: Name of the work.
-            rows: Its rows so far.
-        """
+        """Replaces the rows of a work, and writes the JSON file and the page."""
         result = self.works[work]
         result["rows"] = rows
         result["device"] = next((row["device"] for row in rows if row["system"] != "torch" and "device" in row), None)

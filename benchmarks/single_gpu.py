@@ -45,16 +45,7 @@ def works(options: Options) -> Iterator[Work]:
 
 
 def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candidate:
-    """Returns the candidate of a variant.
-
-    Args:
-        variant: System and settings: "jgraph graph=off", "jax stock", "torch compile".
-        config: Config of the run.
-        options: Flags.
-
-    Returns:
-        The candidate.
-    """
+    """Returns the candidate of a variant: system and settings, such as "jgraph graph=off", "jax stock", "torch compile"."""
     system, _, settings = variant.partition(" ")
     row = {"system": system, "variant": settings}
     if system == "torch":
@@ -68,15 +59,7 @@ def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candi
 
 
 def section(name: str, result: Row) -> Section:
-    """Returns the table layout.
-
-    Args:
-        name: Name of the work.
-        result: Its result.
-
-    Returns:
-        The section.
-    """
+    """Returns the table layout of a work."""
     config, rows = result["config"], result["rows"]
     ours, flops = rows[0] if rows else {}, step_flops(config)
 

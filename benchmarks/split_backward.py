@@ -45,15 +45,7 @@ def works(options: Options) -> Iterator[Work]:
 
 
 def candidate(variant: str, size: Row) -> Candidate:
-    """Returns the candidate of a variant.
-
-    Args:
-        variant: An entry of `VARIANTS`.
-        size: Size of the block.
-
-    Returns:
-        The candidate.
-    """
+    """Returns the candidate of a variant."""
     row = {"system": "jgraph" if "split" in variant else "jax", "variant": variant}
     return Candidate(row, "benchmarks.split_backward", {"variant": variant, "size": size})
 
@@ -73,31 +65,12 @@ def time_variant(request: Row) -> None:
 
 
 def add(total: Any, gradients: Any) -> Any:
-    """Adds gradients to their sums.
-
-    Args:
-        total: Sums.
-        gradients: Gradients. None leaves a sum unchanged.
-
-    Returns:
-        The new sums.
-    """
+    """Adds gradients to their sums. A gradient of None leaves its sum unchanged."""
     return jax.tree.map(lambda t, g: t if g is None else t + g.astype(t.dtype), total, gradients, is_leaf=lambda g: g is None)
 
 
 def program(variant: str, stage: Any, params: Any, x: jax.Array, dy: jax.Array) -> Callable[[Any], Any]:
-    """Returns the step of a variant.
-
-    Args:
-        variant: An entry of `VARIANTS`.
-        stage: The block as a function of params and x.
-        params: Its parameters.
-        x: Input.
-        dy: Gradient of the output.
-
-    Returns:
-        A function of the donated main_grad that returns the new main_grad.
-    """
+    """Returns the step of a variant: a function of the donated main_grad that returns the new main_grad."""
     split = jgraph.split_backward(stage)
     jit = partial(jax.jit, donate_argnums=0)
 
@@ -144,15 +117,7 @@ def program(variant: str, stage: Any, params: Any, x: jax.Array, dy: jax.Array) 
 
 
 def section(name: str, result: Row) -> Section:
-    """Returns the table layout.
-
-    Args:
-        name: Name of the work.
-        result: Its result.
-
-    Returns:
-        The section.
-    """
+    """Returns the table layout of a work."""
     by = {row["variant"]: row for row in result["rows"]}
 
     def to_vjp(row: Row) -> str:

@@ -56,11 +56,7 @@ class StartupOptions:
 
 
 def main(options: StartupOptions) -> None:
-    """Starts every variant twice, and writes the file after each preset.
-
-    Args:
-        options: Flags.
-    """
+    """Starts every variant twice, and writes the file after each preset."""
     for preset in options.presets:
         rows = [row for variant in options.variants for row in started_twice(preset, variant, options)]
         store(options.out, preset, options, rows, device=next((row["device"] for row in rows if "device" in row), None))

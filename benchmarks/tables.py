@@ -56,16 +56,7 @@ class Section:
 
 
 def number(key: str, form: str = ".2f", scale: float = 1.0) -> Cell:
-    """Makes a cell that formats a number.
-
-    Args:
-        key: Key of the row.
-        form: Format specification.
-        scale: Factor applied before formatting.
-
-    Returns:
-        A cell function. The cell is empty if the value is missing or 0.
-    """
+    """Returns a cell function that formats a number. The cell is empty if the value is missing or 0."""
     return lambda row: format(row[key] * scale, form) if row.get(key) else ""
 
 
@@ -91,15 +82,7 @@ COLUMNS: dict[str, Cell] = {
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Formats a Markdown table.
-
-    Args:
-        heads: Column headings.
-        rows: Cells of each row. Short rows are padded with empty cells.
-
-    Returns:
-        The lines of the table.
-    """
+    """Returns the lines of a Markdown table. Pads short rows with empty cells."""
     return [line(heads), "|---" * len(heads) + "|", *(line([*row, *[""] * (len(heads) - len(row))]) for row in rows)]
 
 
@@ -140,15 +123,9 @@ def group_by_placement(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def comparison_cells(title: str, result: Row, runs: list[list[Row]]) -> list[str]:
-    """Returns the cells of a work under `HEADS`.
+    """Returns the cells of a work under `HEADS`, from the rows of all its stored runs, newest first.
 
-    Args:
-        title: First cell.
-        result: The newest result of the work.
-        runs: Rows of all stored runs of the work, newest first. If the newest was timed in rounds, the others are ignored.
-
-    Returns:
-        One cell per heading.
+    If the newest run was timed in rounds, the others are ignored.
     """
     if any("rounds" in row for row in runs[0]):
         runs = runs[:1]
@@ -177,15 +154,7 @@ def count_peers(rows: list[Row]) -> str:
 
 
 def ratio_text(peer: Row, ours: Row) -> str:
-    """Formats the time of a peer over the time of jgraph.
-
-    Args:
-        peer: Row of the peer.
-        ours: Row of jgraph.
-
-    Returns:
-        The ratio, with a note if it comes from a single run and the ranges of the repeats overlap.
-    """
+    """Formats the time of a peer over the time of jgraph. Notes that the repeats of a single run overlap."""
     is_tie = len(ratios(peer, ours)) < 2 and verdict(ours["repeats_ms"], peer["repeats_ms"]) == WITHIN
     return ratio(peer, ours, digits=2) + f", {WITHIN}" * is_tie
 

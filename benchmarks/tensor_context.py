@@ -88,20 +88,7 @@ def works(options: Options) -> Iterator[Work]:
 
 
 def torch_candidate(peer: str, config: TrainConfig, ranks: int, options: Options) -> Candidate:
-    """Returns a candidate of PyTorch.
-
-    Args:
-        peer: Variant, as in `--tensor-peers` or `--context-peers`.
-        config: Config of the run.
-        ranks: Number of GPUs.
-        options: Flags.
-
-    Returns:
-        The candidate.
-
-    Raises:
-        SystemExit: If the variant has an unknown word.
-    """
+    """Returns a candidate of PyTorch. Exits if the variant has an unknown word."""
     mode, *suffixes = peer.split(":")
     is_tensor = config.parallel.tp > 1
     allowed = {"cudnn", *(("sequence", "async") if is_tensor else ("replicate", "alltoall"))}
@@ -124,16 +111,7 @@ def torch_candidate(peer: str, config: TrainConfig, ranks: int, options: Options
 
 
 def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
-    """Returns the config of a work.
-
-    Args:
-        work: Name of the work.
-        ranks: Number of GPUs.
-        options: Flags.
-
-    Returns:
-        The config.
-    """
+    """Returns the config of a work."""
     name, _, axis = work.rpartition("-")
     config = preset_config(name, options)
     if axis == "tp":
@@ -145,15 +123,7 @@ def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
 
 
 def section(work: str, result: Row) -> Section:
-    """Returns the table layout.
-
-    Args:
-        work: Name of the work.
-        result: Its result.
-
-    Returns:
-        The section.
-    """
+    """Returns the table layout of a work."""
     config, rows, ranks = (result[key] for key in ("config", "rows", "ranks"))
     peer, sharded = fastest(rows, "torch"), fastest(rows, "jgraph fsdp")
     tokens, flops = config["batch_size"] * config["seq_len"], step_flops(config) / ranks

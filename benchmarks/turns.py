@@ -113,12 +113,7 @@ class Process:
         log(f"{row_name(self.candidate.labels)}: {self.row.get('failed', 'ready')} after {time.monotonic() - start:.0f} s")
 
     def turn(self, timer: Timer, number: int) -> None:
-        """Times the process once and adds the measurements to its row. Does nothing after a failure.
-
-        Args:
-            timer: Durations of the measurement.
-            number: Number of the round.
-        """
+        """Times the process once and adds the measurements to its row. Does nothing after a failure."""
         if turn := self._ask(asdict(timer), until="turn"):
             self.row.setdefault("rounds", []).append(number)
             for key, value in turn.items():
@@ -149,10 +144,9 @@ class Process:
         self._answers.put(None)
 
     def _ask(self, line: Row | None, *, until: str) -> Any:
-        """Sends a line, or closes stdin if `line` is None. Merges answers into the row until one has the key `until`.
+        """Sends a line, or closes stdin if it is None. Merges answers into the row until one has the key `until`.
 
-        Returns:
-            The value of `until`, or None after a failure or the end of the output.
+        Returns the value of `until`, or None after a failure or the end of the output.
         """
         if "failed" in self.row:
             return None
@@ -196,16 +190,7 @@ class Process:
 
 
 def run_once(candidate: Candidate, *, timeout: float, soak: Row | None = None) -> Row:
-    """Runs a candidate without rounds.
-
-    Args:
-        candidate: The script to run.
-        timeout: Seconds to wait for an answer.
-        soak: Arguments of a soak, or None for a script that runs without turns.
-
-    Returns:
-        The row. It has the key `failed` if the process stopped early.
-    """
+    """Runs a candidate without rounds: a soak with these arguments, or a script that has no turns."""
     with contextlib.closing(Process(candidate, timeout=timeout, share=0.9 if soak else 0.0)) as process:
         if soak:
             process.build()
@@ -222,18 +207,12 @@ def race(
     building: int = 1,
     numbers: Iterator[int],
 ) -> list[Row]:
-    """Times candidates in rounds. Logs the progress on stderr.
+    """Times candidates in rounds. The first one is jgraph, and takes part in every round. Logs the progress on stderr.
 
-    Args:
-        candidates: The scripts. The first one is jgraph, and takes part in every round.
-        save: Called with all rows after every build and every round. A row has the answers of its process, the median of each
-            measurement under KEY, one value per round under `repeats_KEY`, and the round numbers under `rounds`.
-        options: Timing flags. If there are more candidates than `together`, they run in groups with `rounds` rounds each.
-        building: Maximum number of processes that build in parallel. 0 for all.
-        numbers: Yields the round numbers.
-
-    Returns:
-        One row per candidate.
+    If there are more candidates than `together`, they run in groups with `rounds` rounds each. `building` is the largest number
+    of processes that build in parallel, 0 for all. `save` is called with all rows after every build and every round. A row has
+    the answers of its process, the median of each measurement under KEY, one value per round under `repeats_KEY`, and the round
+    numbers, which `numbers` yields, under `rounds`.
     """
     runnable = [candidate for candidate in candidates if not candidate.missing]
     shared = 0 if options.together == 1 else 1  # number of candidates, first ones, that take part in all groups

@@ -65,15 +65,7 @@ TINY = GPTConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64,
 
 
 def pipeline_sizes(sizes: Literal["full", "tiny"], ranks: int) -> dict[str, Size]:
-    """Returns the pipeline works by name.
-
-    Args:
-        sizes: `tiny` for a machine without a GPU.
-        ranks: Number of pipeline ranks. An MLP has 4 layers per rank, or 2 if it is tiny.
-
-    Returns:
-        The size of each work.
-    """
+    """Returns the pipeline works by name. An MLP has 4 layers per rank, or 2 if it is tiny."""
     if sizes == "tiny":
         gpt = GPTSize(replace(TINY, num_layers=2 * ranks), batch=1, length=16, microbatches=2 * ranks)
         return {
@@ -91,15 +83,7 @@ def pipeline_sizes(sizes: Literal["full", "tiny"], ranks: int) -> dict[str, Size
 
 
 def preset_config(name: str, options: Options) -> TrainConfig:
-    """Returns the config of a preset.
-
-    Args:
-        name: Name of the preset.
-        options: Flags. With `sizes="tiny"`, the model shrinks to a size that a CPU can train and keeps its architecture.
-
-    Returns:
-        The config.
-    """
+    """Returns the config of a preset. With `sizes="tiny"`, the model has its architecture in a size that a CPU can train."""
     config = preset(name)
     if options.sizes == "full":
         return config
@@ -111,15 +95,7 @@ def preset_config(name: str, options: Options) -> TrainConfig:
 
 
 def with_fp8(config: TrainConfig, choice: str) -> TrainConfig:
-    """Switches a config to FP8.
-
-    Args:
-        config: The config.
-        choice: Recipe, optionally with a format and an accumulation after colons: `delayed:e4m3`, `delayed:hybrid:fast`.
-
-    Returns:
-        The new config.
-    """
+    """Switches a config to FP8: a recipe, optionally with format and accumulation, such as `delayed:hybrid:fast`."""
     choices: dict[str, Any] = dict(zip(("recipe", "format", "accumulation"), choice.split(":"), strict=False))
     return config.changed(precision="fp8", fp8=FP8Config(**choices))
 
@@ -186,46 +162,18 @@ def _parsed(value: str, old: Any) -> Any:
 
 
 def jgraph_step(labels: Row, config: TrainConfig, options: TraceOptions) -> Candidate:
-    """Returns the candidate that times the step of `python -m jgraph.train`.
-
-    Args:
-        labels: First keys of its row.
-        config: Config of the run.
-        options: Flags.
-
-    Returns:
-        The candidate.
-    """
+    """Returns the candidate that times the step of `python -m jgraph.train`."""
     return Candidate(labels, "benchmarks.programs.step", {"config": config.to_dict(), "categories": options.categories})
 
 
 def parse_schedule(text: str, ranks: int, microbatches: int) -> Schedule:
-    """Generates a pipeline schedule.
-
-    Args:
-        text: Name in `jgraph.schedule`, optionally with the number of chunks per rank after a colon: `aligned:2`.
-        ranks: Number of pipeline ranks.
-        microbatches: Number of microbatches.
-
-    Returns:
-        The schedule.
-    """
+    """Generates a schedule by name, optionally with the number of chunks per rank after a colon: `aligned:2`."""
     name, _, chunks = text.partition(":")
     return generate(name, pp=ranks, microbatches=microbatches, chunks=int(chunks or 1))
 
 
 def torch_pipeline(peer: str, size: Size, ranks: int, options: Options) -> Candidate:
-    """Returns the candidate that times a schedule of torch.distributed.pipelining.
-
-    Args:
-        peer: Class name of the schedule. The suffix `:compile` adds torch.compile.
-        size: Size of the work.
-        ranks: Number of pipeline ranks.
-        options: Flags.
-
-    Returns:
-        The candidate.
-    """
+    """Returns the candidate of a schedule class of torch.distributed.pipelining. The suffix `:compile` adds torch.compile."""
     schedule, _, variant = peer.partition(":")
     return Candidate(
         {"system": "torch", "schedule": schedule, "variant": variant},

@@ -275,15 +275,9 @@ PROGRAMS = {
 
 
 def watch(name: str, root: Path, uses_jgraph: bool) -> dict[str, Any]:
-    """Runs a program until its synthetic data end.
+    """Runs a program until its synthetic data end: explains its step, or replaces `jax.jit` by `jgraph.jit` for it.
 
-    Args:
-        name: Its name in `PROGRAMS`.
-        root: The folder with sources of all projects.
-        uses_jgraph: False explains the step. True replaces `jax.jit` by `jgraph.jit` for it.
-
-    Returns:
-        The fields of `Seen`, and `failed`, the error that ended the program early. Empty if there was none.
+    Returns the fields of `Seen`, and `failed`, the error that ended the program early.
     """
     program, failed = PROGRAMS[name], ""
     os.environ["EQX_ON_ERROR"] = "off"  # no Python callbacks, which cannot be compiled without a GPU

@@ -84,16 +84,10 @@ def _name(fn: Any) -> str:
 
 @contextlib.contextmanager
 def watched(wrapper: str, steps: tuple[str, ...], *, uses_jgraph: bool, explains: bool) -> Iterator[Seen]:
-    """Watches functions that are jitted inside a `with` block.
+    """Watches functions that the decorator `wrapper`, such as `equinox.filter_jit`, jits inside a `with` block.
 
-    Args:
-        wrapper: The qualified name of the decorator, e.g. `equinox.filter_jit`.
-        steps: Names of the functions.
-        uses_jgraph: Replace `jax.jit` by `jgraph.jit` for these functions.
-        explains: Explain them for `TARGET`.
-
-    Yields:
-        The record, filled by the calls of the function.
+    `uses_jgraph` replaces `jax.jit` by `jgraph.jit` for the functions named in `steps`, and `explains` explains them for
+    `TARGET`.
     """
     seen, plain_jit, is_making = Seen(), jax.jit, False
 

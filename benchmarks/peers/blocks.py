@@ -60,17 +60,7 @@ TE_VARIANTS = {"te graphed callables": True, "te graphed callables, aliased grad
 
 
 def build_blocks(variant: str, config: GPTConfig, length: int, device: str) -> tuple[nn.Module, ...]:
-    """Creates the blocks of a variant.
-
-    Args:
-        variant: A key of `VARIANTS` or `TE_VARIANTS`.
-        config: Sizes of the blocks.
-        length: Sequence length.
-        device: cuda or cpu.
-
-    Returns:
-        The blocks, not yet graphed.
-    """
+    """Creates the blocks of a variant, not yet graphed."""
     if variant in VARIANTS:
         cls, _ = VARIANTS[variant]
         return tuple(StandaloneBlock(cls(config), length).to(device) for _ in range(config.num_layers))
@@ -80,16 +70,7 @@ def build_blocks(variant: str, config: GPTConfig, length: int, device: str) -> t
 
 
 def graph_blocks(variant: str, blocks: tuple[nn.Module, ...], x: Tensor) -> Any:
-    """Captures the blocks in CUDA graphs if the variant has them.
-
-    Args:
-        variant: A key of `VARIANTS` or `TE_VARIANTS`.
-        blocks: The blocks.
-        x: An input.
-
-    Returns:
-        The callables.
-    """
+    """Captures the blocks in CUDA graphs if the variant has them."""
     samples = tuple((torch.randn_like(x, requires_grad=True),) for _ in blocks)
     if variant in TE_VARIANTS:
         from benchmarks.peers.te_library import te

@@ -43,18 +43,7 @@ def main() -> None:
 
 
 def loop_generator(config: GPTConfig, prompt_1T: torch.Tensor, new: int, device: str, dtype: torch.dtype) -> Any:
-    """Returns a function that generates tokens with a compiled decode step.
-
-    Args:
-        config: Config of the model.
-        prompt_1T: Prompt tokens.
-        new: Number of tokens to generate.
-        device: cuda or cpu.
-        dtype: dtype of weights and activations.
-
-    Returns:
-        A function without arguments that returns the tokens.
-    """
+    """Returns a function that generates tokens with a compiled decode step."""
     model = GPT(config).to(device=device, dtype=dtype)
     H, G, K = config.num_heads, config.num_kv_heads, config.head_size
     T, length = prompt_1T.shape[1], prompt_1T.shape[1] + new
@@ -95,18 +84,7 @@ def loop_generator(config: GPTConfig, prompt_1T: torch.Tensor, new: int, device:
 
 
 def transformers_generator(config: GPTConfig, prompt_1T: torch.Tensor, new: int, device: str, dtype: torch.dtype) -> Any:
-    """Returns a function that generates tokens with a Llama of transformers.
-
-    Args:
-        config: Config of the model. Its MLP must be SwiGLU.
-        prompt_1T: Prompt tokens.
-        new: Number of tokens to generate.
-        device: cuda or cpu.
-        dtype: dtype of weights and activations.
-
-    Returns:
-        A function without arguments that returns the tokens.
-    """
+    """Returns a function that generates tokens with a Llama of transformers, which has SwiGLU."""
     import transformers
 
     assert config.mlp == "swiglu", "transformers needs a model with SwiGLU"

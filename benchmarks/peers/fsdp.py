@@ -63,23 +63,10 @@ def training_step(
     whole: bool,
     experts: bool,
 ) -> Callable[[], Tensor]:
-    """Builds the training step: forward, backward, clipping and update on a fixed batch.
+    """Builds the training step on a fixed batch. It returns the loss of the rows of this rank.
 
-    Args:
-        config: Config of the run.
-        rank: This rank.
-        ranks: Number of ranks.
-        device: Device of this rank.
-        te: Variant of Transformer Engine, or an empty string for the model of `torch_gpt`.
-        compile: Compile each block and the loss.
-        reshard: Free gathered parameters after the forward.
-        float8: Use torchao float8 in the blocks.
-        graph: Replicate the model instead of sharding it, so that the step can be captured.
-        whole: Compile the whole model. Requires `graph`.
-        experts: Use expert parallelism.
-
-    Returns:
-        A function that runs a step and returns the loss of the rows of this rank.
+    `te` is a variant of Transformer Engine, or empty for the model of `torch_gpt`. `reshard` frees gathered parameters after
+    the forward. `graph` replicates the model, so that the step can be captured, and `whole` then compiles all of it.
     """
     assert graph or not whole, "whole requires graph: fully_shard hooks cannot be compiled"
     assert not (graph and (float8 or reshard)), "graph replicates the model, so float8 and reshard do not apply"
@@ -142,19 +129,7 @@ def build_te_model(
     reshard: bool,
     capturable: bool,
 ) -> tuple[Any, torch.optim.Optimizer]:
-    """Builds the model of Transformer Engine and its optimizer.
-
-    Args:
-        variant: Name of the variant, as in `te_variant.py`.
-        config: Config of the run.
-        device: Device of this rank.
-        shard: Shards a module, as `make_sharder` returns it.
-        reshard: Free gathered parameters of blocks after the forward.
-        capturable: Keep the step count on the GPU, so that a CUDA graph can capture the update.
-
-    Returns:
-        The model, with FSDP hooks around its method `loss`, and the optimizer.
-    """
+    """Builds the model of Transformer Engine, with FSDP hooks around its method `loss`, and its optimizer."""
     from benchmarks.peers import te_gpt, te_layers  # optional dependency
 
     chosen = parse_sharded_variant(variant)
@@ -193,19 +168,7 @@ def build_model(
     shard: Callable[[nn.Module], object],
     expert_ranks: int = 1,
 ) -> GPT:
-    """Builds the model block by block, with the same weights on every rank.
-
-    Args:
-        config: Config of the model.
-        device: Device of this rank.
-        compile: Compile each block. Collectives stay outside of the compiled code.
-        float8: Use torchao float8 in the projections of the blocks. Emulated on a CPU.
-        shard: Called with each block after its initialization.
-        expert_ranks: Number of ranks that share the experts.
-
-    Returns:
-        The model.
-    """
+    """Builds the model block by block, with the same weights on every rank. Calls `shard` with each initialized block."""
     with torch.device("meta"):
         model = torch_moe.GPT(config, expert_ranks) if config.moe.num_experts else GPT(config)
     torch.manual_seed(0)
@@ -227,16 +190,7 @@ def build_model(
 
 
 def make_sharder(config: GPTConfig, device: torch.device, ranks: int) -> Callable[..., None]:
-    """Returns a function that shards a module as one FSDP group.
-
-    Args:
-        config: Config of the model.
-        device: Device of this rank.
-        ranks: Number of ranks.
-
-    Returns:
-        A function of a module and `reshard`, which frees its parameters after the forward.
-    """
+    """Returns a function that shards a module as one FSDP group. `reshard` frees its parameters after the forward."""
     # cast_forward_inputs=False keeps the rotary table in float32.
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -257,17 +211,7 @@ def expert_parameters(part: nn.Module) -> list[nn.Parameter]:
 
 
 def make_expert_clip(model: GPT, optimizer: torch.optim.Optimizer, norm: float, ranks: int) -> Callable[[], None]:
-    """Returns a function that clips by the global norm with expert parallelism.
-
-    Args:
-        model: The model.
-        optimizer: Its optimizer. Experts move to a parameter group of their own.
-        norm: Maximum norm.
-        ranks: Number of ranks.
-
-    Returns:
-        A function that clips all gradients in place.
-    """
+    """Returns a function that clips by the global norm. Moves the experts to a parameter group of their own."""
     own = expert_parameters(model)
     others = [p for p in model.parameters() if all(p is not other for other in own)]
     # The fused update cannot mix DTensors and plain tensors.
@@ -291,16 +235,7 @@ def make_expert_clip(model: GPT, optimizer: torch.optim.Optimizer, norm: float, 
 
 
 def make_replica_clip(model: GPT, norm: float, ranks: int) -> Callable[[], None]:
-    """Returns a function that averages the gradients of replicas and clips them. Uses one flat array, for few kernels.
-
-    Args:
-        model: The model.
-        norm: Maximum norm.
-        ranks: Number of ranks.
-
-    Returns:
-        A function that replaces the gradients.
-    """
+    """Returns a function that averages the gradients of replicas and clips them. Uses one flat array, for few kernels."""
     parameters = list(model.parameters())
     flat = torch.empty(sum(p.numel() for p in parameters), device=parameters[0].device)
     parts = [part.view_as(p) for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True)]

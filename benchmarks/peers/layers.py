@@ -21,16 +21,7 @@ from jgraph_models.gpt_config import GPTConfig
 
 
 def build_layers(variant: str, model: GPTConfig, x_BTD: Tensor) -> tuple[nn.ModuleList, Any, Any]:
-    """Creates the layers of a variant on the default device.
-
-    Args:
-        variant: The variant.
-        model: Config of the model.
-        x_BTD: An input of the layers, in the dtype of the weights.
-
-    Returns:
-        The layers, the function that applies them, and the rotary table.
-    """
+    """Creates the layers on the default device. Returns them, the function that applies them, and the rotary table."""
     T = x_BTD.shape[1]
     if not is_te(variant):
         blocks = nn.ModuleList([Block(model) for _ in range(model.num_layers)])

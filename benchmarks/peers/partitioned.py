@@ -62,16 +62,7 @@ def main() -> None:
 
 
 def training_step(model: nn.Module, config: TrainConfig, forward: Step) -> Step:
-    """Returns the training step: forward, backward, clipping by the global norm, and AdamW.
-
-    Args:
-        model: The model.
-        config: Config of the run.
-        forward: Computes the loss.
-
-    Returns:
-        A function that runs a step and returns the loss.
-    """
+    """Returns the training step: forward, backward, clipping by the global norm, and AdamW."""
     optimizer, parameters = adamw(model, config.optimizer), list(model.parameters())
 
     def step() -> Tensor:
@@ -109,19 +100,10 @@ def tensor_step(
     split: Literal["batch", "sequence"],
     pipelined: bool,
 ) -> Step:
-    """Builds the step with tensor parallelism. All ranks have the whole batch.
+    """Builds the step with tensor parallelism. All ranks have the whole batch, and return the same loss.
 
-    Args:
-        config: Config of the run.
-        mesh: Mesh of all ranks.
-        device: Device of this rank.
-        compile: Compile each block and the loss.
-        split: Axis of the residual stream that is split. The all-gather of the leading axis needs no copy.
-        pipelined: Interleave the collectives of a block with parts of its matmuls (asynchronous tensor parallelism). Requires
-            `compile` and symmetric memory.
-
-    Returns:
-        A function that runs a step and returns the loss, the same on every rank.
+    `split` is the axis of the residual stream; the all-gather of the leading axis needs no copy. `pipelined` interleaves the
+    collectives of a block with parts of its matmuls (asynchronous tensor parallelism), and needs symmetric memory.
     """
     if pipelined:
         assert compile, "pipelined matmuls are a pass of the compiler"
@@ -159,14 +141,7 @@ def tensor_step(
 
 
 def split_block(block: Any, config: GPTConfig, mesh: DeviceMesh, axis: int) -> None:
-    """Splits the projections of a block by heads and hidden units, and its tokens along `axis`, in place.
-
-    Args:
-        block: A `torch_gpt.Block` with the same weights on all ranks.
-        config: Config of the model.
-        mesh: Mesh of all ranks.
-        axis: Axis of the residual stream that is split.
-    """
+    """Splits the projections of a block by heads and hidden units, and its tokens along `axis`, in place."""
     assert config.qk_norm == "none", "norms of heads are not split"
     H, G, K = config.num_heads, config.num_kv_heads, config.head_size
     sizes = {block.qkv: [H * K, G * K, G * K]} | ({block.up: [config.d_ff] * 2} if config.mlp == "swiglu" else {})
@@ -184,16 +159,7 @@ def split_block(block: Any, config: GPTConfig, mesh: DeviceMesh, axis: int) -> N
 
 
 def in_rank_order(weight: Tensor, sizes: Sequence[int], ranks: int) -> Tensor:
-    """Reorders the rows of a concatenated weight, so that each rank gets an equal share of each part.
-
-    Args:
-        weight: Parts that are concatenated along the first axis.
-        sizes: Number of rows of each part.
-        ranks: Number of ranks.
-
-    Returns:
-        The rows of rank 0 of all parts, then the rows of rank 1, and so on.
-    """
+    """Reorders the rows of a concatenated weight: those of rank 0 of all parts first, then those of rank 1, and so on."""
     parts = [part.chunk(ranks) for part in weight.split([*sizes])]
     return torch.cat([shares[rank] for rank in range(ranks) for shares in parts])
 
@@ -203,18 +169,7 @@ class SplitCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, labels_N: Tensor, log_sums: Any, gradient: Any) -> Tensor:
-        """Computes the loss.
-
-        Args:
-            ctx: Context of autograd.
-            logits_NV: Logits of this rank.
-            labels_N: Labels, minus the first token of this rank.
-            log_sums: `log_sums`, or its compiled form.
-            gradient: `gradient`, or its compiled form.
-
-        Returns:
-            The loss in nats, the same on every rank.
-        """
+        """Computes the loss, the same on every rank. Labels are relative to the first token of this rank."""
         log_sums_N, chosen_N = log_sums(logits_NV, labels_N)
         parts = log_sums_N.new_empty(dist.get_world_size() * len(log_sums_N))
         dist.all_gather_into_tensor(parts, log_sums_N)
@@ -267,20 +222,10 @@ def context_step(
     params: Literal["sharded", "replicated"],
     rotate: Literal["allgather", "alltoall"],
 ) -> Step:
-    """Builds the step with context parallelism. Each rank has two chunks of each sequence.
+    """Builds the step with context parallelism. It returns the loss of the tokens of this rank, two chunks of each sequence.
 
-    Args:
-        config: Config of the run.
-        mesh: Mesh of all ranks.
-        device: Device of this rank.
-        stack: Keeps the context of the split attention open.
-        compile: Compile the parts of each block in front of and behind its attention, and the loss.
-        params: `sharded` for `fully_shard` without resharding after the forward, or `replicated` for
-            `DistributedDataParallel`.
-        rotate: How keys and values reach the other ranks.
-
-    Returns:
-        A function that runs a step and returns the loss of the tokens of this rank.
+    `stack` keeps the context of the split attention open. `params` selects `fully_shard` without resharding after the forward,
+    or `DistributedDataParallel`. `rotate` is how keys and values reach the other ranks. Attention is never compiled.
     """
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
@@ -321,15 +266,7 @@ def context_step(
 
 
 def around_attention(attend: Callable[..., Tensor], *, compile: bool) -> Callable[..., Tensor]:
-    """Returns the forward function of a block with an attention that is never compiled.
-
-    Args:
-        attend: Computes attention from queries, keys and values.
-        compile: Compile the parts in front of and behind the attention.
-
-    Returns:
-        A function of the block, the residual stream and the rotary table.
-    """
+    """Returns the forward function of a block with an attention that is never compiled."""
 
     def before(block: Block, x_BTD: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         return block.heads(block.attention_norm(x_BTD), rotary_TK)
@@ -350,18 +287,7 @@ def ring_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
 
 
 def gathered_attention(mesh: DeviceMesh, positions_T: Tensor, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-    """Computes causal attention to the tokens of all ranks on the CPU. The ring attention of PyTorch needs a GPU.
-
-    Args:
-        mesh: Mesh of all ranks.
-        positions_T: Positions of the tokens of this rank.
-        q_BHTK: Queries.
-        k_BGTK: Keys.
-        v_BGTK: Values.
-
-    Returns:
-        The weighted values, of shape (B, H, T, K).
-    """
+    """Computes causal attention to the tokens of all ranks on the CPU. The ring attention of PyTorch needs a GPU."""
     k_BGRK, v_BGRK, positions_R = (
         DTensor.from_local(a, mesh, [Shard(axis)]).full_tensor(grad_placements=[Partial()])
         for a, axis in ((k_BGTK, 2), (v_BGTK, 2), (positions_T, 0))

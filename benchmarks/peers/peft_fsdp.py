@@ -48,18 +48,7 @@ def main() -> None:
 def training_step(
     config: TrainConfig, rank: int, ranks: int, device: torch.device, words: Collection[str]
 ) -> tuple[Any, Callable[[], Tensor]]:
-    """Builds the training step on a fixed batch.
-
-    Args:
-        config: Config of the run, with adapters.
-        rank: This rank.
-        ranks: Number of ranks.
-        device: Device of this rank.
-        words: The variant, split at spaces.
-
-    Returns:
-        The `peft.PeftModel`, and a function that runs a step and returns the loss of the rows of this rank.
-    """
+    """Builds the training step on a fixed batch. Returns the `peft.PeftModel` and the step."""
     assert WORDS.issuperset(words), f"the variant has words besides {', '.join(sorted(WORDS))}"
     # A group may mix frozen bfloat16 with trained float32 parameters: all are gathered in `param_dtype`.
     policy = MixedPrecisionPolicy(

@@ -21,17 +21,9 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def build_model(config: TrainConfig, device: torch.device, prepare: Callable[[nn.Module], object] = lambda layer: None) -> Any:
-    """Creates the model with adapters, layer by layer, with the same weights in every process.
+    """Creates the model with adapters, with the same weights in every process. Calls `prepare` with each initialized layer.
 
     The matrices of the adapters are all random, so that all have gradients.
-
-    Args:
-        config: Config of the run, with adapters.
-        device: Device of the model.
-        prepare: Called with each decoder layer after its initialization.
-
-    Returns:
-        The `peft.PeftModel`.
     """
     import peft  # pyright: ignore[reportMissingImports] - optional dependency
     import transformers
@@ -68,17 +60,7 @@ def build_model(config: TrainConfig, device: torch.device, prepare: Callable[[nn
 
 
 def make_step(model: Any, config: TrainConfig, tokens_BT: Tensor, forward: Callable[..., Any]) -> Callable[[], Tensor]:
-    """Returns a training step of the adapters on a fixed batch.
-
-    Args:
-        model: The `peft.PeftModel`.
-        config: Config of the run.
-        tokens_BT: The batch.
-        forward: `model`, or a compiled version of it.
-
-    Returns:
-        A function that runs a step and returns the loss.
-    """
+    """Returns a training step of the adapters on a fixed batch. `forward` is the model, or a compiled version of it."""
     trained: Sequence[nn.Parameter] = [p for p in model.parameters() if p.requires_grad]
     settings = config.optimizer
     optimizer = torch.optim.AdamW(

@@ -109,16 +109,7 @@ def main() -> None:
 
 
 def mlp_job(size: dict[str, Any], num_stages: int, device: torch.device) -> PipelineJob:
-    """Creates the job of an MLP.
-
-    Args:
-        size: Size of the work.
-        num_stages: Number of stages.
-        device: Device of this rank.
-
-    Returns:
-        The job.
-    """
+    """Creates the job of an MLP."""
 
     def module(stage: int) -> nn.Module:
         return nn.Sequential(*(MLP(size["d_model"], size["d_ff"], device) for _ in range(size["layers"] // num_stages)))
@@ -130,16 +121,7 @@ def mlp_job(size: dict[str, Any], num_stages: int, device: torch.device) -> Pipe
 
 
 def gpt_job(size: dict[str, Any], num_stages: int, device: torch.device) -> PipelineJob:
-    """Creates the job of a GPT.
-
-    Args:
-        size: Size of the work.
-        num_stages: Number of stages.
-        device: Device of this rank.
-
-    Returns:
-        The job.
-    """
+    """Creates the job of a GPT."""
     config, B, T = gpt_config_from(size["model"]), size["batch"], size["length"]
     dtype = getattr(torch, config.compute_dtype)
 
@@ -159,17 +141,7 @@ def gpt_job(size: dict[str, Any], num_stages: int, device: torch.device) -> Pipe
 
 
 def pipeline_step(name: str, compile: bool, size: dict[str, Any], context: RankContext) -> Callable[[], None]:
-    """Builds the stages of this rank.
-
-    Args:
-        name: Class name of the schedule.
-        compile: Compile the stages and the loss.
-        size: Size of the work.
-        context: This rank.
-
-    Returns:
-        A function that dispatches a step.
-    """
+    """Builds the stages of this rank, and returns a function that dispatches a step of a schedule class."""
     rank, ranks, device = context.rank, context.ranks, context.device
     cls = getattr(schedules, name)
     is_multi_stage = issubclass(cls, schedules.PipelineScheduleMulti)

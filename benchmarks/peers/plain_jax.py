@@ -86,17 +86,7 @@ class PlainStep:
 
 
 def plain_step(config: TrainConfig, words: Sequence[str], mesh: Mesh | None = None, *, platform: str = "cpu") -> PlainStep:
-    """Builds the training step of a config.
-
-    Args:
-        config: Config of the run.
-        words: The variant, see the module.
-        mesh: A mesh with one axis, over which the state and the batch are sharded. None for one device.
-        platform: Platform of the devices: cpu, gpu.
-
-    Returns:
-        The step.
-    """
+    """Builds the training step of a variant, on one device or sharded over the axis of a mesh."""
     options = xla_options(words, platform)
     model = replace(config.model, **stock_kernels(config, platform)) if "stock" in words else config.model
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: GPT(model, rngs=nnx.Rngs(config.seed))))
@@ -145,18 +135,7 @@ def plain_step(config: TrainConfig, words: Sequence[str], mesh: Mesh | None = No
 
 
 def xla_options(words: Sequence[str], platform: str) -> dict[str, Any]:
-    """Returns the XLA options of a variant.
-
-    Args:
-        words: The variant.
-        platform: Platform of the devices: cpu, gpu. The words `off` and `tuned` have no effect on a CPU.
-
-    Returns:
-        Values by name.
-
-    Raises:
-        SystemExit: If the first word is not a model, or another word is unknown.
-    """
+    """Returns the XLA options of a variant. The words `off` and `tuned` have no effect on a CPU."""
     model, *others = words or ("",)
     named = [word for word in others if "=" in word]
     if model not in MODELS or set(others) - {*WORDS, *named}:
@@ -173,16 +152,7 @@ def stock_kernels(config: TrainConfig, platform: str) -> dict[str, str]:
 
 
 def optimizer(config: TrainConfig, words: Sequence[str], packing: jgraph.Packing | None) -> optax.GradientTransformation:
-    """Returns clipping and AdamW. With the word `flatten`, weight decay also applies to vectors: one vector holds everything.
-
-    Args:
-        config: Config of the run.
-        words: The variant.
-        packing: Packing of the parameters. None if they are not packed.
-
-    Returns:
-        The transform.
-    """
+    """Returns clipping and AdamW. With `flatten`, weight decay also applies to vectors: one vector holds everything."""
 
     def update(decay_mask: Any) -> Any:
         return adamw(config.optimizer, config.steps, decay_mask=decay_mask)
@@ -200,16 +170,7 @@ def optimizer(config: TrainConfig, words: Sequence[str], packing: jgraph.Packing
 
 
 def stock_loss(gpt: GPT, tokens_BS: Array, mesh: Mesh | None) -> Array:
-    """Computes the mean next-token loss from float32 logits.
-
-    Args:
-        gpt: The model.
-        tokens_BS: Token ids.
-        mesh: The mesh that shards the batch. None for one device.
-
-    Returns:
-        The loss, a float32 scalar.
-    """
+    """Computes the mean next-token loss from float32 logits."""
 
     def constrained(x: Array) -> Array:
         return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(mesh.axis_names)))
@@ -224,16 +185,7 @@ def stock_loss(gpt: GPT, tokens_BS: Array, mesh: Mesh | None) -> Array:
 
 
 def over_batch(loss: Callable[[Tree, Array], Array], mesh: Mesh, dtype: str) -> Callable[[Tree, Array], Array]:
-    """Splits a loss over the batch with `jax.shard_map`. Every device uses all parameters.
-
-    Args:
-        loss: Computes the mean loss of rows of a batch.
-        mesh: The mesh that shards the batch.
-        dtype: Matrices are cast to this dtype before they are gathered.
-
-    Returns:
-        A function like `loss`.
-    """
+    """Splits a loss over the batch with `jax.shard_map`. Every device uses all parameters, gathered in `dtype`."""
     axes = mesh.axis_names
 
     def local(params: Tree, tokens_BS: Array) -> Array:
@@ -260,11 +212,7 @@ def sharding_of(mesh: Mesh, leaf: Any) -> NamedSharding:
 
 
 def time_plain_jax(request: Row) -> None:
-    """Builds and times the step of a config. Entry point of the candidate process.
-
-    Args:
-        request: `config`, a stored config, and `variant`, a list of words.
-    """
+    """Builds and times the step of a config. Entry point of the candidate process."""
     config, words = TrainConfig.from_dict(request["config"]), request["variant"]
     devices = first_devices(config.parallel.shards)
     mesh = Mesh(np.array(devices), ("fsdp",)) if len(devices) > 1 else None

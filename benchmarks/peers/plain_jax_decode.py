@@ -25,18 +25,7 @@ Tree = Any
 
 
 def generator(config: GPTConfig, params: Tree, prompt_T: np.ndarray, new: int, variant: str) -> Callable[[], np.ndarray]:
-    """Returns a function that continues a prompt.
-
-    Args:
-        config: Config of the model, without experts.
-        params: Parameters of the model, a pure dict in the compute dtype.
-        prompt_T: Token ids of the prompt.
-        new: Number of tokens to generate.
-        variant: scan or loop.
-
-    Returns:
-        A function without arguments that returns the new tokens.
-    """
+    """Returns a function that continues a prompt, with parameters in the compute dtype."""
     dtype = jnp.dtype(config.compute_dtype)
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
     H, G, K = config.num_heads, config.num_kv_heads, config.head_size
@@ -93,11 +82,7 @@ def generator(config: GPTConfig, params: Tree, prompt_T: np.ndarray, new: int, v
 
 
 def time_generation(request: Row) -> None:
-    """Times generation per token. Entry point of the candidate process.
-
-    Args:
-        request: `model`, `prompt` and `new`, as in `benchmarks/decode.py`, and `variant`.
-    """
+    """Times generation per token. Entry point of the candidate process."""
     config = gpt_config_from(request["model"])
 
     @jax.jit

@@ -20,66 +20,24 @@ class Timer(timing.Timer):
     """Durations of a turn, and the ways to measure. The same for jgraph and its peers."""
 
     def back_to_back(self, run: Run, wait: Run) -> dict[str, Any]:
-        """Times steps that are dispatched without waiting. Waits once at the end of each repeat.
-
-        Args:
-            run: Dispatches a step.
-            wait: Blocks until all dispatched steps are done.
-
-        Returns:
-            `ms`, `power_watts` and `sm_clock_mhz`.
-        """
+        """Times steps that are dispatched without waiting. Waits once at the end of each repeat."""
         return time_steps(self, run, wait)
 
     def per_token(self, run: Run, wait: Run, new: int) -> dict[str, Any]:
-        """Times text generation.
-
-        Args:
-            run: Generates text.
-            wait: Blocks until it is done.
-            new: Number of tokens that `run` generates.
-
-        Returns:
-            As `back_to_back`, with `ms` per token.
-        """
+        """Times the generation of `new` tokens, per token."""
         timed = self.back_to_back(run, wait)
         return timed | {"ms": timed["ms"] / new}
 
     def one_by_one(self, run: Run, wait: Run) -> dict[str, Any]:
-        """Times steps with a wait after each, so that the fill and drain of a pipeline count.
-
-        Args:
-            run: Dispatches a step.
-            wait: Blocks until the step is done.
-
-        Returns:
-            `ms`, `power_watts` and `sm_clock_mhz`.
-        """
+        """Times steps with a wait after each, so that the fill and drain of a pipeline count."""
         return self.back_to_back(lambda: (run(), wait()), lambda: None)
 
     def on_platform(self, run: Run, wait: Run, platform: str) -> dict[str, Any]:
-        """Times steps back to back, except on a CPU (`jgraph.timing.without_overlap`).
-
-        Args:
-            run: Dispatches a step.
-            wait: Blocks until all dispatched steps are done.
-            platform: Platform of the devices: cpu, gpu.
-
-        Returns:
-            `ms`, `power_watts` and `sm_clock_mhz`.
-        """
+        """Times steps back to back, except on a CPU (`jgraph.timing.without_overlap`)."""
         return self.back_to_back(timing.without_overlap(run, wait, platform), wait)
 
     def each(self, runs: Mapping[str, Run], wait: Run) -> dict[str, Any]:
-        """Times several functions, one after another.
-
-        Args:
-            runs: Functions by name.
-            wait: Blocks until all dispatched work is done.
-
-        Returns:
-            `NAME_ms` of each function, `ms` as their sum, and `power_watts` of the last one.
-        """
+        """Times functions one after another: `NAME_ms` of each, `ms` as their sum, and `power_watts` of the last one."""
         timed = {name: self.back_to_back(run, wait) for name, run in runs.items()}
         own = {f"{name}_ms": one["ms"] for name, one in timed.items()}
         return own | {"ms": sum(own.values()), "power_watts": next(reversed(timed.values()))["power_watts"]}
@@ -101,9 +59,7 @@ def wait_for_start() -> None:
 def take_turns(measure: Callable[[Timer], Answer], soak: Callable[..., Iterator[Answer]] | None = None) -> None:
     """Reports that the process is warm, and measures once per line on stdin until stdin closes.
 
-    Args:
-        measure: Times one turn. Each key of its answer becomes a median of the row and a list `repeats_KEY`.
-        soak: Runs a soak with the arguments of the line, and yields its progress.
+    Each key of the answer of `measure` becomes a median of the row and a list `repeats_KEY`. `soak` yields its progress.
     """
     answer(ready=True)
     for line in sys.stdin:

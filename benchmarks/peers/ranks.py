@@ -73,12 +73,7 @@ class RankContext:
             yield Timer(**json.loads(lines[0]))
 
     def take_turns(self, step: Step, *, each: bool) -> None:
-        """Measures once per turn, with the same number of steps on every rank.
-
-        Args:
-            step: Dispatches a step.
-            each: Wait on all ranks after each step.
-        """
+        """Measures once per turn, with the same number of steps on every rank. `each` waits on all ranks after each step."""
 
         def repeat(seconds: float, ms: float) -> float:
             steps = math.ceil(seconds * 1e3 / ms)
@@ -94,14 +89,9 @@ class RankContext:
             self.answer(turn={"ms": statistics.median(times), "power_watts": watts, "sm_clock_mhz": mhz})
 
     def time_training(self, step: Callable[[], torch.Tensor], capture: Callable[..., torch.cuda.CUDAGraph] | None) -> None:
-        """Answers the first loss, measures once per turn, and answers the peak memory. Collective.
+        """Answers the first loss, as a mean over the ranks, measures once per turn, and answers the peak memory. Collective.
 
-        Args:
-            step: Runs a training step. Returns a loss; the loss of the row is the mean over the ranks.
-            capture: Captures the step in a CUDA graph, which is timed instead. None to time the step.
-
-        Raises:
-            FloatingPointError: If the last loss is not finite.
+        `capture` captures the step in a CUDA graph, which is timed instead.
         """
         if self.on_gpu:  # excludes the memory of the setup, which has unsharded arrays
             torch.cuda.empty_cache()
@@ -127,14 +117,9 @@ class RankContext:
             torch.cuda.synchronize()
 
     def timed(self, step: Step, steps: int = 1) -> tuple[float, float]:
-        """Times steps that start on all ranks together. Collective.
+        """Times steps that start on all ranks together, in milliseconds per step. Collective.
 
-        Args:
-            step: Dispatches a step.
-            steps: Number of steps.
-
-        Returns:
-            Milliseconds per step until the slowest rank is done, and until its host has dispatched the steps.
+        Returns the time until the slowest rank is done, and until its host has dispatched the steps.
         """
         self.wait()
         dist.barrier()

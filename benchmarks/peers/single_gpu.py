@@ -19,15 +19,7 @@ from jgraph.train.config import TrainConfig
 
 
 def build_model(variant: str, config: TrainConfig) -> tuple[Any, torch.optim.Optimizer]:
-    """Creates the model and the optimizer of a variant on the default device.
-
-    Args:
-        variant: The variant.
-        config: Config of the run.
-
-    Returns:
-        The model and the optimizer.
-    """
+    """Creates the model and the optimizer of a variant on the default device."""
     if not is_te(variant):
         model = (torch_moe.GPT if config.model.moe.num_experts else torch_gpt.GPT)(config.model)
         return model, adamw(model, config.optimizer, capturable=True)
@@ -44,18 +36,7 @@ def build_model(variant: str, config: TrainConfig) -> tuple[Any, torch.optim.Opt
 def make_step(
     variant: str, config: TrainConfig, model: Any, optimizer: torch.optim.Optimizer, tokens_BS: torch.Tensor
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """Compiles or captures the training step of a variant, and warms it up.
-
-    Args:
-        variant: The variant.
-        config: Config of the run.
-        model: The model.
-        optimizer: Its optimizer.
-        tokens_BS: The batch.
-
-    Returns:
-        The step, and a dict with the latest `loss`.
-    """
+    """Compiles or captures the training step of a variant, and warms it up. Returns it with a dict of its latest `loss`."""
     # No CUDA graphs of Inductor: they copy the inputs. The whole step is captured below.
     mode = "max-autotune-no-cudagraphs" if "max-autotune" in variant else None
     loss_fn = torch.compile(model.loss, mode=mode) if "compile" in variant else model.loss

@@ -59,15 +59,7 @@ class GPT(nn.Module):
         return self.tail(x_BTD, head_VD, self.scale, tokens_BS[:, 1:].contiguous()) + penalty
 
     def apply_blocks(self, x_BTD: Tensor, angles: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Applies the blocks.
-
-        Args:
-            x_BTD: Residual stream.
-            angles: Angles of the rotary embedding.
-
-        Returns:
-            The new residual stream and a penalty to add to the loss.
-        """
+        """Applies the blocks. Returns the new residual stream and a penalty to add to the loss."""
         for block in self.blocks:
             x_BTD = block(x_BTD, rotary_pos_emb=angles)
         return x_BTD, 0.0
@@ -78,17 +70,7 @@ class GPT(nn.Module):
 
 
 def build_sharded(config: GPTConfig, variant: TEVariant, device: torch.device, shard: Callable[[nn.Module], object]) -> GPT:
-    """Builds the model block by block, with the same weights on every rank.
-
-    Args:
-        config: Config of the model.
-        variant: Precision of matmuls and parameters.
-        device: Device of this rank.
-        shard: Called with each block after its initialization.
-
-    Returns:
-        The model with sharded blocks. Embedding, final norm and head are not sharded.
-    """
+    """Builds the model with sharded blocks, with the same weights on every rank. The other parameters are not sharded."""
 
     def sharded_layer(config: GPTConfig, dtype: torch.dtype, layer: int) -> nn.Module:
         block = transformer_layer(config, dtype, layer)

@@ -27,14 +27,7 @@ from benchmarks.peers.torch_gpt import warm_up
 
 
 def grouped_runs(request: dict[str, Any]) -> dict[str, Run]:
-    """Creates the functions to time, and warms them up.
-
-    Args:
-        request: Variant, shape and group sizes.
-
-    Returns:
-        The forward, and the forward with the backward of each leg, by name of the leg.
-    """
+    """Returns the warm functions to time by leg: the forward, and the forward with the backward of each other leg."""
     variant, (M, K, N, G) = parse_variant(request["variant"]), request["shape"]
     recipe = make_recipe(variant)
     splits_on_gpu = is_module_grouped_tensor_path_supported(recipe, torch.bfloat16)

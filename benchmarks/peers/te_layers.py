@@ -45,15 +45,7 @@ def params_dtype(variant: TEVariant) -> torch.dtype:
 
 
 def quantized_init(variant: TEVariant, recipe: Any) -> contextlib.AbstractContextManager[None]:
-    """Returns the context that creates the parameters of the blocks.
-
-    Args:
-        variant: The variant.
-        recipe: Its recipe.
-
-    Returns:
-        `quantized_model_init` for FP8 parameters, else a context without effect.
-    """
+    """Returns the context that creates the parameters of the blocks, in FP8 if the variant has them."""
     return te.quantized_model_init(enabled=True, recipe=recipe) if variant.params == "fp8" else contextlib.nullcontext()
 
 
@@ -72,15 +64,7 @@ def init_weight(weight: Tensor) -> None:
 
 
 def attention_options(config: GPTConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the arguments that `te.TransformerLayer` and `te.MultiheadAttention` share.
-
-    Args:
-        config: Config of the model.
-        dtype: dtype of the parameters.
-
-    Returns:
-        Keyword arguments.
-    """
+    """Returns the arguments that `te.TransformerLayer` and `te.MultiheadAttention` share."""
     return {
         "num_gqa_groups": config.num_kv_heads,
         "kv_channels": config.head_size,
@@ -99,16 +83,7 @@ def attention_options(config: GPTConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def transformer_layer(config: GPTConfig, dtype: torch.dtype, layer: int) -> nn.Module:
-    """Creates a dense block.
-
-    Args:
-        config: Config of the model.
-        dtype: dtype of the parameters.
-        layer: Index of the block.
-
-    Returns:
-        The block. Its forward takes the residual stream and `rotary_pos_emb`.
-    """
+    """Creates a dense block."""
     return te.TransformerLayer(
         config.d_model,
         config.d_ff,
@@ -123,16 +98,7 @@ def transformer_layer(config: GPTConfig, dtype: torch.dtype, layer: int) -> nn.M
 
 
 def rotary_angles(config: GPTConfig, length: int, device: torch.device | str = "cuda") -> Tensor:
-    """Computes the angles of the rotary embedding as `te.RotaryPositionEmbedding`, which has no scaling of Llama 3.
-
-    Args:
-        config: Config of the model.
-        length: Sequence length.
-        device: Device of the angles.
-
-    Returns:
-        Angles of shape (length, 1, 1, head size).
-    """
+    """Computes the angles as `te.RotaryPositionEmbedding`, which has no scaling of Llama 3: (length, 1, 1, head size)."""
     angles_TK = torch_gpt.rotary_angles(config, length, device)
     return torch.cat([angles_TK, angles_TK], dim=-1)[:, None, None]
 
@@ -157,14 +123,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Creates the AdamW of a variant: of PyTorch for float32 parameters, else FusedAdam with float32 master weights.
 
-    Args:
-        model: The model.
-        config: Hyperparameters.
-        variant: The variant. FusedAdam cannot update FP8 parameters in a CUDA graph.
-        capturable: Keep the step count on the GPU, so that a CUDA graph can capture the update.
-
-    Returns:
-        The optimizer.
+    FusedAdam cannot update FP8 parameters in a CUDA graph.
     """
     if variant.params == "float32":
         return torch_gpt.adamw(model, config, capturable=capturable)

@@ -68,15 +68,7 @@ class Block(nn.Module):
         self.moe = MoE(config.d_model, config.d_ff, config.moe, dtype, recipe)
 
     def forward(self, x_BTD: Tensor, rotary_pos_emb: Tensor) -> tuple[Tensor, Tensor]:
-        """Applies attention and the mixture with residual connections.
-
-        Args:
-            x_BTD: Residual stream.
-            rotary_pos_emb: Angles of the rotary embedding.
-
-        Returns:
-            The new residual stream and the balance loss.
-        """
+        """Returns the new residual stream and the balance loss."""
         x_BTD = x_BTD + self.attention(x_BTD, rotary_pos_emb=rotary_pos_emb)
         y_BTD, balance = self.moe(self.norm(x_BTD))
         return x_BTD + y_BTD, balance
@@ -139,16 +131,7 @@ class MoE(nn.Module):
 
 
 def apply_blocks(blocks: nn.ModuleList, x_BTD: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Applies blocks one after another.
-
-    Args:
-        blocks: The blocks.
-        x_BTD: Residual stream.
-        angles: Angles of the rotary embedding.
-
-    Returns:
-        The new residual stream and the sum of the balance losses.
-    """
+    """Returns the residual stream after all blocks and the sum of their balance losses."""
     total = torch.zeros((), device=x_BTD.device)
     for block in blocks:
         x_BTD, balance = block(x_BTD, rotary_pos_emb=angles)
@@ -157,14 +140,7 @@ def apply_blocks(blocks: nn.ModuleList, x_BTD: Tensor, angles: Tensor) -> tuple[
 
 
 def graph_attention(blocks: nn.ModuleList, x_BTD: Tensor, angles: Tensor, recipe: Any) -> None:
-    """Replaces the attention of each block by CUDA graphs, in place. The MLPs cannot be captured.
-
-    Args:
-        blocks: Blocks.
-        x_BTD: An input of a block.
-        angles: Angles of the rotary embedding.
-        recipe: FP8 recipe, or None.
-    """
+    """Replaces the attention of each block by CUDA graphs, in place. The MLPs cannot be captured."""
     samples = tuple((torch.randn_like(x_BTD, requires_grad=True),) for _ in blocks)
     with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
         te.make_graphed_callables(
@@ -178,15 +154,7 @@ def graph_attention(blocks: nn.ModuleList, x_BTD: Tensor, angles: Tensor, recipe
 
 
 def make_layers(config: GPTConfig, variant: TEVariant) -> tuple[nn.ModuleList, Any, Any]:
-    """Creates the blocks of a variant without embedding and head.
-
-    Args:
-        config: Config of the model.
-        variant: The variant.
-
-    Returns:
-        The blocks, a function like `apply_blocks` that computes in the precision of the variant, and its recipe.
-    """
+    """Creates the blocks without embedding and head. Returns them, their `apply_blocks` in FP8 or not, and the recipe."""
     recipe = make_recipe(variant)
     with quantized_init(variant, recipe):
         blocks = nn.ModuleList(Block(config, params_dtype(variant), layer, recipe) for layer in range(config.num_layers))

@@ -47,17 +47,7 @@ def is_te(name: str) -> bool:
 
 
 def parse_variant(name: str) -> TEVariant:
-    """Parses the name of a variant.
-
-    Args:
-        name: `te RECIPE`, words of `WORDS`, and `+ CUDA graph`, optionally after the system `torch`.
-
-    Returns:
-        The variant.
-
-    Raises:
-        SystemExit: If the name has an unknown word, or words that exclude each other.
-    """
+    """Parses the name of a variant, optionally after the system `torch`. Exits if words are unknown or exclude each other."""
     text, plus, rest = name.removeprefix("torch ").partition(GRAPH)
     te, recipe, *words = (*text.split(), "", "")[: max(2, len(text.split()))]
     params = [word for word in words if word in PARAMS]
@@ -77,17 +67,7 @@ def parse_variant(name: str) -> TEVariant:
 
 
 def parse_sharded_variant(name: str) -> TEVariant:
-    """Parses the name of a variant for `fully_shard`.
-
-    Args:
-        name: `te RECIPE` with `bf16-params`, `fp8-params` or `fp8-attention`.
-
-    Returns:
-        The variant.
-
-    Raises:
-        SystemExit: If `parse_variant` refuses the name, or if `fully_shard` does not support the variant.
-    """
+    """Parses the name of a variant for `fully_shard`. Exits if `fully_shard` does not support it."""
     variant = parse_variant(name)
     if (variant.graph, variant.grouped) != ("none", "cublas"):
         raise SystemExit(f"variant {name!r} of Transformer Engine: fully_shard has no CUDA graph and no grouped matmul")

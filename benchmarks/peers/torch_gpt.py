@@ -82,42 +82,18 @@ class Block(nn.Module):
         self.down = Linear(F_, D)
 
     def forward(self, x_BTD: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
-        """Applies attention and MLP with residual connections.
-
-        Args:
-            x_BTD: Residual stream.
-            rotary_TK: Cosines and sines of the rotary embedding.
-
-        Returns:
-            The new residual stream.
-        """
+        """Applies attention and MLP with residual connections."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary_TK)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
     def attention(self, x_BTD: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
-        """Computes causal self-attention.
-
-        Args:
-            x_BTD: Normalized input.
-            rotary_TK: Cosines and sines of the rotary embedding.
-
-        Returns:
-            The output of the projection.
-        """
+        """Computes causal self-attention."""
         q, k, v = self.heads(x_BTD, rotary_TK)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
         return self.out(y.transpose(1, 2).flatten(2))
 
     def heads(self, x_BTD: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Projects a normalized input to queries, keys and values with the heads before the sequence.
-
-        Args:
-            x_BTD: Normalized input.
-            rotary_TK: Cosines and sines of the rotary embedding.
-
-        Returns:
-            Queries of shape (B, H, T, K), keys and values of shape (B, G, T, K).
-        """
+        """Projects a normalized input to queries (B, H, T, K), and keys and values (B, G, T, K)."""
         H, G = self.config.num_heads, self.config.num_kv_heads
         B, T, _ = x_BTD.shape
         q_BTHK, k_BTGK, v_BTGK = self.qkv(x_BTD).view(B, T, H + 2 * G, -1).split([H, G, G], dim=2)
@@ -166,60 +142,25 @@ def init_parameters(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Computes the mean cross-entropy, in float32 for bfloat16 logits.
-
-    Args:
-        logits_BTV: Logits.
-        labels_BT: Token ids.
-
-    Returns:
-        The loss in nats.
-    """
+    """Computes the mean cross-entropy, in float32 for bfloat16 logits."""
     if logits_BTV.dtype == torch.bfloat16:
         logits_BTV = logits_BTV.float()
     return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiplies by a weight that is cast to the dtype of `x`.
-
-    Args:
-        x: Input.
-        weight: Weight, output dimension first.
-
-    Returns:
-        The product.
-    """
+    """Multiplies by a weight, output dimension first, that is cast to the dtype of `x`."""
     return F.linear(x, weight.to(x.dtype))
 
 
 def rotary(config: GPTConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the table of the rotary embedding.
-
-    Args:
-        config: Config of the model.
-        length: Sequence length.
-        like: A tensor on the target device. A float64 tensor makes the table float64.
-
-    Returns:
-        Cosines and sines of shape (length, head size / 2).
-    """
+    """Returns the cosines and sines of the rotary embedding on the device of `like`, in float64 if `like` is."""
     angles_TK = rotary_angles(config, length, like.device, torch.float64 if like.dtype == torch.float64 else torch.float32)
     return angles_TK.cos(), angles_TK.sin()
 
 
 def rotary_angles(config: GPTConfig, length: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Computes the angles of the rotary embedding.
-
-    Args:
-        config: Config of the model.
-        length: Sequence length.
-        device: Device of the angles.
-        dtype: dtype of the angles.
-
-    Returns:
-        Angles of shape (length, head size / 2).
-    """
+    """Returns the angles of the rotary embedding, of shape (length, head size / 2)."""
     exponents = torch.arange(0, config.head_size, 2, device=device, dtype=dtype) / config.head_size
     frequencies = config.rope_theta**-exponents
     if config.rope_scaling == "llama3":
@@ -230,44 +171,21 @@ def rotary_angles(config: GPTConfig, length: int, device: torch.device | str, dt
 
 
 def rotate(x_BTHK: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
-    """Applies the rotary embedding.
-
-    Args:
-        x_BTHK: Queries or keys.
-        rotary_TK: Cosines and sines.
-
-    Returns:
-        The rotated queries or keys, in the dtype of `x_BTHK`.
-    """
+    """Applies the rotary embedding, in the dtype of its table."""
     cos_TK, sin_TK = (a[:, None, :] for a in rotary_TK)
     a, b = x_BTHK.to(cos_TK.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos_TK - b * sin_TK, b * cos_TK + a * sin_TK], dim=-1).to(x_BTHK.dtype)
 
 
 def to_float8(blocks: nn.Module, recipe: str, **options: Any) -> None:
-    """Converts the projections of blocks to torchao float8 in place.
-
-    Args:
-        blocks: The blocks.
-        recipe: Recipe of torchao: `tensorwise`, `rowwise` and others.
-        **options: Further fields of `Float8LinearConfig`.
-    """
+    """Converts the projections of blocks to torchao float8 in place. `options` are fields of `Float8LinearConfig`."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     convert_to_float8_training(blocks, config=replace(Float8LinearConfig.from_recipe_name(recipe), **options))
 
 
 def adamw(model: nn.Module, config: OptimizerConfig, *, capturable: bool = False) -> torch.optim.Optimizer:
-    """Creates the fused AdamW of PyTorch.
-
-    Args:
-        model: The model.
-        config: Hyperparameters.
-        capturable: Keep the step count on the GPU, so that a CUDA graph can capture the update.
-
-    Returns:
-        The optimizer.
-    """
+    """Creates the fused AdamW of PyTorch. `capturable` keeps the step count on the GPU, for a CUDA graph of the update."""
     return torch.optim.AdamW(
         model.parameters(),
         lr=config.learning_rate,

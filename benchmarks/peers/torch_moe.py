@@ -55,15 +55,7 @@ class Block(torch_gpt.Block):
         self.moe = MoE(config.d_model, config.d_ff, config.moe) if ranks == 1 else ExpertParallelMoE(config, ranks)
 
     def forward(self, x_BTD: Tensor, rotary_TK: Rotary) -> Any:
-        """Applies attention and the mixture with residual connections.
-
-        Args:
-            x_BTD: Residual stream.
-            rotary_TK: Cosines and sines of the rotary embedding.
-
-        Returns:
-            The new residual stream and the balance loss.
-        """
+        """Returns the new residual stream and the balance loss."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary_TK)
         y_BTD, balance = self.moe(self.mlp_norm(x_BTD))
         return x_BTD + y_BTD, balance
@@ -109,15 +101,7 @@ class MoE(nn.Module):
         return y_ND.view_as(x_BTD), balance
 
     def experts(self, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
-        """Applies the experts.
-
-        Args:
-            rows_MD: Rows, sorted by expert.
-            ends_E: End offset of the rows of each expert.
-
-        Returns:
-            The output rows in the same order.
-        """
+        """Applies the experts to rows that are sorted by expert, with the end offset of each expert."""
         gate_MF, up_MF = _grouped_mm(rows_MD, self.up.to(rows_MD.dtype), offs=ends_E).chunk(2, dim=-1)
         return _grouped_mm(F.silu(gate_MF) * up_MF, self.down.to(rows_MD.dtype), offs=ends_E)
 
@@ -134,15 +118,7 @@ class ExpertParallelMoE(MoE):
         self.up, self.down = (nn.Parameter(p[: self.here].clone()) for p in (self.up, self.down))
 
     def experts(self, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
-        """Sends rows to the ranks of their experts, applies the local experts, and sends the results back.
-
-        Args:
-            rows_MD: Rows, sorted by expert.
-            ends_E: End offset of the rows of each expert.
-
-        Returns:
-            The output rows in the same order.
-        """
+        """Sends rows to the ranks of their experts, applies the local experts, and sends the results back."""
         sent_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         got_E = torch.empty_like(sent_E)  # by rank, then by expert
         dist.all_to_all_single(got_E, sent_E)
@@ -160,16 +136,7 @@ class ExpertParallelMoE(MoE):
 
 
 def all_to_all_rows(rows: Tensor, got: list[int], sent: list[int]) -> Tensor:
-    """Exchanges rows between all ranks. Differentiable.
-
-    Args:
-        rows: Rows to send, ordered by rank.
-        got: Number of rows to receive from each rank.
-        sent: Number of rows to send to each rank.
-
-    Returns:
-        The received rows, ordered by rank.
-    """
+    """Exchanges rows between all ranks, with the number of rows for each. Differentiable."""
     world: Any = dist.group.WORLD
     return functional_collectives.all_to_all_single_autograd(rows, got, sent, world)
 
@@ -179,33 +146,14 @@ class GatherRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, order_M: Tensor, inverse_M: Tensor, k: int) -> Tensor:
-        """Gathers the rows.
-
-        Args:
-            ctx: Autograd context.
-            x_ND: One row per token.
-            order_M: Sorts the N * k copies by expert.
-            inverse_M: Inverse of `order_M`.
-            k: Copies per token.
-
-        Returns:
-            The sorted copies.
-        """
+        """Gathers the rows. `order_M` sorts the N * k copies by expert."""
         ctx.save_for_backward(inverse_M)
         ctx.k = k
         return x_ND[order_M // k]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """Sums the gradients of the copies of each token.
-
-        Args:
-            ctx: Autograd context.
-            *grads: Gradient of the copies.
-
-        Returns:
-            The gradient of x.
-        """
+        """Sums the gradients of the copies of each token."""
         ((inverse_M,), (dy_MD,)) = ctx.saved_tensors, grads
         copies_NkD = dy_MD[inverse_M].unflatten(0, (-1, ctx.k))
         return copies_NkD.sum(1), None, None, None  # torch sums bfloat16 in float32
@@ -216,46 +164,19 @@ class PermuteRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows_MD: Tensor, order_M: Tensor, inverse_M: Tensor) -> Tensor:
-        """Permutes the rows.
-
-        Args:
-            ctx: Autograd context.
-            rows_MD: Rows, sorted by expert.
-            order_M: Permutation that sorted them.
-            inverse_M: Inverse of `order_M`.
-
-        Returns:
-            The rows in the order of the tokens.
-        """
+        """Returns the rows in the order of the tokens. `order_M` has sorted them."""
         ctx.save_for_backward(order_M)
         return rows_MD[inverse_M]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Permutes the gradient.
-
-        Args:
-            ctx: Autograd context.
-            *grads: Gradient of the output.
-
-        Returns:
-            The gradient of the rows.
-        """
+        """Permutes the gradient."""
         ((order_M,), (dy_MD,)) = ctx.saved_tensors, grads
         return dy_MD[order_M], None, None
 
 
 def apply_blocks(blocks: Any, x_BTD: Tensor, rotary_TK: Rotary) -> tuple[Tensor, Tensor]:
-    """Applies blocks one after another.
-
-    Args:
-        blocks: The blocks.
-        x_BTD: Residual stream.
-        rotary_TK: Cosines and sines of the rotary embedding.
-
-    Returns:
-        The new residual stream and the sum of the balance losses.
-    """
+    """Returns the residual stream after all blocks and the sum of their balance losses."""
     total = x_BTD.new_zeros((), dtype=torch.promote_types(x_BTD.dtype, torch.float32))
     for block in blocks:
         x_BTD, balance = block(x_BTD, rotary_TK)

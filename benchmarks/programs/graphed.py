@@ -85,15 +85,7 @@ class Blocks:
         return iteration
 
     def run(self, join: str, **options: Any) -> Callable[[], Any]:
-        """Returns an iteration that calls `run` of the graphed callables.
-
-        Args:
-            join: Argument `join` of `run`.
-            **options: Arguments of `make_graphed_callables`.
-
-        Returns:
-            A function that returns losses and gradients.
-        """
+        """Returns an iteration that calls `run` of the graphed callables, and returns losses and gradients."""
         graphed = self.graphed(order=self.order, **options)
 
         def iteration():
@@ -134,26 +126,14 @@ def time_blocks(request: Row) -> None:
 
 
 def mlp_stage(params: tuple[Any, ...], x_ND: jax.Array) -> jax.Array:
-    """Applies the MLP layers of a stage.
-
-    Args:
-        params: Parameters of each layer.
-        x_ND: Input.
-
-    Returns:
-        The output.
-    """
+    """Applies the MLP layers of a stage."""
     for layer in params:
         x_ND = mlp_layer(layer, x_ND)
     return x_ND
 
 
 def time_pipeline(request: Row) -> None:
-    """Times the step of a pipeline.
-
-    Raises:
-        RuntimeError: If the layers do not divide evenly into stages.
-    """
+    """Times the step of a pipeline."""
     size, ranks = MLPSize(**request["size"]), request["ranks"]
     devices = first_devices(ranks)
     schedule = parse_schedule(request["schedule"], ranks, size.microbatches)

@@ -24,15 +24,7 @@ Tree = Any
 
 
 def layers(config: GPTConfig, length: int) -> tuple[Any, Tree]:
-    """Creates the layers.
-
-    Args:
-        config: Config of the model.
-        length: Sequence length.
-
-    Returns:
-        The layers as a function of parameters and residual stream, and their parameters.
-    """
+    """Returns the layers as a function of parameters and residual stream, and their parameters."""
     dtype, kernel = jnp.dtype(config.compute_dtype), norm_kernel(config)
 
     def make() -> Any:

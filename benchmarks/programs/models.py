@@ -37,15 +37,7 @@ class Model:
 
 
 def model_of(size: Size, ranks: int) -> Model:
-    """Creates the model and batch of a work.
-
-    Args:
-        size: Size of the work. A GPT includes embedding, head and cross-entropy. An MLP has only layers and a squared loss.
-        ranks: Number of pipeline ranks.
-
-    Returns:
-        The model.
-    """
+    """Creates the model and batch of a work: a GPT with both ends and cross-entropy, or an MLP with a squared loss."""
     if isinstance(size, GPTSize):
         return _gpt(size, ranks)
     parts = PipelineModel(lambda ends, x: x, mlp_layer, lambda ends, y, x: half_square(y))
@@ -64,15 +56,7 @@ def _gpt(size: GPTSize, ranks: int) -> Model:
 
 
 def mlp_layer(params: tuple[jax.Array, jax.Array], x_ND: jax.Array) -> jax.Array:
-    """Computes `x + gelu(x @ a) @ b`.
-
-    Args:
-        params: a and b.
-        x_ND: Input.
-
-    Returns:
-        The output.
-    """
+    """Computes `x + gelu(x @ a) @ b`."""
     a_DF, b_FD = params
     return x_ND + jax.nn.gelu(x_ND @ a_DF, approximate=True) @ b_FD
 

@@ -94,18 +94,7 @@ def time_schedule(request: Row) -> None:
 
 
 def pipeline_of(model: Model, schedule: Schedule, mesh: Mesh, *, remat: Any, recipe: Any) -> Pipeline:
-    """Builds the pipeline of a training step.
-
-    Args:
-        model: Model and batch.
-        schedule: The schedule.
-        mesh: Mesh with the axes data and pipe.
-        remat: Rematerialization policy.
-        recipe: FP8 recipe, or an empty string for no FP8.
-
-    Returns:
-        The pipeline.
-    """
+    """Builds the pipeline of a training step, on a mesh with the axes data and pipe."""
     shapes = jax.eval_shape(model.parts.join, model.ends, model.layers)
     strategy = Pipelined(mesh, shapes, schedule, compute_dtype=model.compute_dtype, remat=remat)
     objective = Objective(
@@ -124,18 +113,7 @@ def merge_microbatches(inputs: Any) -> Any:
 
 
 def spmd_step(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: Any) -> Callable[[], tuple[jax.Array, Any]]:
-    """Compiles the schedule as one SPMD program.
-
-    Args:
-        pipe: The pipeline.
-        params: Sharded parameters.
-        inputs: The batch, by microbatch.
-        history: FP8 amax histories. Donated, and carried from step to step.
-        options: XLA options.
-
-    Returns:
-        A function that dispatches a step and returns loss and gradients.
-    """
+    """Compiles the schedule as one SPMD program. Donates the FP8 amax histories, and carries them from step to step."""
     start, held = time.perf_counter(), [history]
 
     def step(params: Any, inputs: Any, history: Any) -> Any:
@@ -156,18 +134,7 @@ def spmd_step(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: A
 
 
 def mpmd_step(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: Any) -> Callable[[], tuple[jax.Array, Any]]:
-    """Compiles the schedule as MPMD executables that the host dispatches.
-
-    Args:
-        pipe: The pipeline.
-        params: Sharded parameters.
-        inputs: The batch, by microbatch.
-        history: FP8 amax histories, carried from step to step.
-        options: XLA options.
-
-    Returns:
-        A function that dispatches a step and returns the loss and all results, including the accumulated gradients.
-    """
+    """Compiles the schedule as MPMD executables that the host dispatches. Carries the FP8 amax histories."""
     start = time.perf_counter()
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(pipe.mesh, PartitionSpec()))
     held: list[Any] = [Carry({}, history)]
@@ -198,17 +165,7 @@ def mpmd_step(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: A
 
 
 def time_actions(pipe: Pipeline, inputs: Any, timer: Timer, options: Any) -> Row:
-    """Times forward, dgrad and wgrad of a stage on one GPU. Each call depends on the previous one, as in a pipeline.
-
-    Args:
-        pipe: The pipeline.
-        inputs: The batch, by microbatch.
-        timer: Durations of the measurement.
-        options: XLA options.
-
-    Returns:
-        `forward_ms`, `dgrad_ms` and `wgrad_ms` per stage and microbatch.
-    """
+    """Times forward, dgrad and wgrad of a stage on one GPU. Each call depends on the previous one, as in a pipeline."""
     layers = pipe.assignment.layers_per_stage
     function, split, calls = pipe.stage(None, layers), pipe.split(None, layers), max(1, CALLED_LAYERS // layers)
     shapes, (x, *_) = pipe.layer_shapes(inputs)
@@ -263,19 +220,7 @@ def time_actions(pipe: Pipeline, inputs: Any, timer: Timer, options: Any) -> Row
 
 
 def time_ends(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options: Any, *, together: bool) -> Row:
-    """Times head and embedding of a microbatch with their gradients.
-
-    Args:
-        pipe: The pipeline.
-        params: Sharded parameters.
-        inputs: The batch, by microbatch.
-        timer: Durations of the measurement.
-        options: XLA options.
-        together: Compute them on all ranks, like the SPMD engine, instead of one GPU.
-
-    Returns:
-        `head_ms`, and `embed_ms` if the model has an embedding.
-    """
+    """Times head and embedding of a microbatch with their gradients: on all ranks `together`, or on one GPU."""
     model, (x, *_) = pipe.model, pipe.inputs(inputs)
     mesh = pipe.mesh if together else Mesh(pipe.mesh.devices[:, :1], pipe.mesh.axis_names)
     specs = pipe.specs.outer
@@ -315,18 +260,7 @@ def time_ends(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options: A
 
 
 def time_permute(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options: Any) -> float:
-    """Times a transfer of an activation or gradient from every rank to its neighbor.
-
-    Args:
-        pipe: The pipeline.
-        params: Sharded parameters.
-        inputs: The batch, by microbatch.
-        timer: Durations of the measurement.
-        options: XLA options.
-
-    Returns:
-        Milliseconds per transfer.
-    """
+    """Times a transfer of an activation or gradient from every rank to its neighbor, in milliseconds."""
     ranks = pipe.mesh.shape["pipe"]
     x = jax.device_put(random_like(pipe.inputs(inputs)[0]), NamedSharding(pipe.mesh, PartitionSpec()))
 
@@ -339,18 +273,7 @@ def time_permute(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options
 
 
 def on_ranks(function: Callable[..., Any], mesh: Mesh, in_specs: Any, options: Any, *args: Any) -> Callable[[], Any]:
-    """Compiles a function for all ranks. Its results may differ between ranks.
-
-    Args:
-        function: Function of one rank.
-        mesh: The mesh.
-        in_specs: Partition specs of the arguments.
-        options: XLA options.
-        *args: Arguments.
-
-    Returns:
-        A function without arguments that dispatches a call.
-    """
+    """Compiles a function for all ranks. Its results may differ between ranks."""
 
     def local(*args: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf[None], function(*args))
@@ -361,30 +284,13 @@ def on_ranks(function: Callable[..., Any], mesh: Mesh, in_specs: Any, options: A
 
 
 def isolated_ms(call: Callable[[], Any], timer: Timer) -> float:
-    """Times a function.
-
-    Args:
-        call: Dispatches a call.
-        timer: Durations of the measurement.
-
-    Returns:
-        Milliseconds per call.
-    """
+    """Returns the milliseconds of a call."""
     run, wait, _ = make_stepper(call)
     return timer.on_platform(run, wait, jax.default_backend())["ms"]
 
 
 def random_like(shapes: Any, scale: float = 1.0, key: int = 0) -> Any:
-    """Creates random arrays. Zeros would draw less power and run faster than realistic values.
-
-    Args:
-        shapes: Pytree of arrays or shapes.
-        scale: Standard deviation.
-        key: Seed.
-
-    Returns:
-        Arrays with the same structure, shapes and dtypes.
-    """
+    """Creates random arrays. Zeros would draw less power and run faster than realistic values."""
     leaves, structure = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(key), len(leaves))
     made = [scale * jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
@@ -392,17 +298,7 @@ def random_like(shapes: Any, scale: float = 1.0, key: int = 0) -> Any:
 
 
 def step_breakdown(ms: float, alone: Row, schedule: Schedule, runtime: str) -> Row:
-    """Splits the time of a step into categories.
-
-    Args:
-        ms: Time of the step.
-        alone: Times in isolation.
-        schedule: The schedule.
-        runtime: aligned, general or dispatched.
-
-    Returns:
-        Milliseconds of actions, bubble, ends (embedding and head), permutes (transfers), waiting, and the unexplained rest.
-    """
+    """Splits the milliseconds of a step into actions, bubble, ends (embedding and head), permutes, waiting and the rest."""
     costs = Costs(alone["forward_ms"], alone["dgrad_ms"], alone["wgrad_ms"])
     played = simulate(schedule, costs, execution="lockstep" if runtime == "aligned" else "dataflow")
     found = {"actions": float(played.busy.mean()), "bubble": played.makespan - float(played.busy.mean())}
@@ -425,12 +321,7 @@ def step_breakdown(ms: float, alone: Row, schedule: Schedule, runtime: str) -> R
 def count_permutes(schedule: Schedule, runtime: str) -> int:
     """Counts the collective permutes of a step.
 
-    Args:
-        schedule: The schedule.
-        runtime: The general runtime permutes in both directions on every tick, the aligned one only after a forward or dgrad.
-
-    Returns:
-        The number of permutes.
+    The general runtime permutes in both directions on every tick, the aligned one only after a forward or dgrad.
     """
     tables = tabulate(schedule, writing="makers" if runtime == "aligned" else "all")
     used = {pair for pair in tables.arrivals if pair[0] != "same"}

@@ -54,15 +54,7 @@ class Step:
 
     @classmethod
     def of(cls, config: TrainConfig, report: Callable[..., None] = answer) -> "Step":
-        """Compiles the step and initializes the state.
-
-        Args:
-            config: Config of the run.
-            report: Called with keys of the row.
-
-        Returns:
-            The step.
-        """
+        """Compiles the step and initializes the state. Calls `report` with keys of the row."""
         config = profiled(config, jax.default_backend())  # allows the profiler to count launches
         setup = TrainSetup.from_config(config)
         devices = first_devices(setup.step.num_devices)
@@ -129,11 +121,7 @@ def tokens_of(config: TrainConfig, seed: int = 0) -> np.ndarray:
 
 
 def first_devices(ranks: int) -> list[Any]:
-    """Returns the first `ranks` devices.
-
-    Raises:
-        RuntimeError: If there are fewer devices.
-    """
+    """Returns the first `ranks` devices."""
     devices = jax.devices()[:ranks]
     if len(devices) < ranks:
         raise RuntimeError(f"needs {ranks} devices, found {len(devices)}; set --ranks")
@@ -148,32 +136,14 @@ def compiled_bytes(compiled: Any) -> Row:
 
 
 def step_size(compiled: Any, state: Any) -> Row:
-    """Counts the arrays of the state and the kernels of the entry computation.
-
-    Args:
-        compiled: Executable of the step.
-        state: Its state.
-
-    Returns:
-        `arrays` and `kernels`.
-    """
+    """Counts the arrays of the state and the kernels of the entry computation."""
     module = HloModule.parse(compiled.as_text())
     opcodes = [instruction.opcode for instruction in module.computations[module.entry].instructions.values()]
     return {"arrays": len(jax.tree.leaves(state)), "kernels": sum(opcode not in NO_KERNELS for opcode in opcodes)}
 
 
 def measure(run: Callable[[], None], wait: Callable[[], None], platform: str, timer: Timer) -> Row:
-    """Measures one turn.
-
-    Args:
-        run: Dispatches a step.
-        wait: Blocks until it is done.
-        platform: Platform of the devices: cpu, gpu.
-        timer: Durations of the measurement.
-
-    Returns:
-        `ms` and the other keys of `timer.on_platform`, and `host_ms`, the host time of a dispatch to an idle device.
-    """
+    """Measures one turn. `host_ms` is the host time of a dispatch to an idle device."""
     return timer.on_platform(run, wait, platform) | {"host_ms": timer.dispatch_seconds(run, wait) * 1e3}
 
 
@@ -189,15 +159,7 @@ def make_stepper(call: Callable[[], Any]) -> tuple[Callable[[], None], Callable[
 
 
 def count_graph_launches(run: Callable[[], None], wait: Callable[[], None]) -> Row:
-    """Counts the CUDA graphs that a step launches and updates.
-
-    Args:
-        run: Dispatches a step.
-        wait: Blocks until it is done.
-
-    Returns:
-        `launches` and `updates`.
-    """
+    """Counts the CUDA graphs that a step launches and updates."""
     with count_launches() as count:
         run()
         wait()
