@@ -1,9 +1,9 @@
 """Compares README's loop with the best loop of plain JAX, on the launch-bound step, with `jgraph.compare` in one process.
 
-python -m benchmarks.loop --out loop.json
-python -m benchmarks.loop --out loop.json --sizes tiny --rounds 1 --seconds 0.01     # on a CPU
+python -m benchmarks run loop
+python -m benchmarks run loop --sizes tiny --rounds 1 --seconds 0.01     # on a CPU
 
-Each comparison is printed, and stored under its name when it ends:
+Each comparison is printed when it ends, and has a work of its own. A turn of a program takes 6 times `--seconds`:
 
 - `loop`: plain JAX and `jgraph.train_step` with plain `optax.adamw`.
 - `declared`: `jgraph.train_step` with plain `optax.adamw` and with `jgraph.elementwise(optax.adamw)`.
@@ -12,26 +12,26 @@ Each comparison is printed, and stored under its name when it ends:
 All programs have the same model, loss, parameters, batch and schedule of the learning rate. The step of the command line has
 the XLA options of the preset, and does not decay vectors. To give them to the other two as well:
 
-python -m benchmarks.loop --out loop.json --xla-options xla_gpu_experimental_force_split_k=1 \
+python -m benchmarks run loop --xla-options xla_gpu_experimental_force_split_k=1 \
     --plain "same flatten xla_gpu_experimental_force_split_k=1"
 """
 
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import optax
-import tyro
 from flax import nnx
 from jax import Array
 
 import jgraph
 from benchmarks.peers.plain_jax import plain_step
 from benchmarks.programs.step import tokens_of
-from benchmarks.rows import Row
-from benchmarks.runner import Options, store
+from benchmarks.rows import Row, ratio, row_name, spread
+from benchmarks.runner import Benchmark, Options, Work
+from benchmarks.tables import Section, number
 from benchmarks.works import preset_config
 from jgraph.train.config import TrainConfig
 from jgraph.train.optimizer import learning_rate
@@ -41,27 +41,24 @@ from jgraph_models.gpt import GPT
 Tree = Any
 Name = Literal["loop", "declared", "command"]
 
+# The programs of a comparison.
+PAIRS: dict[Name, tuple[str, str]] = {
+    "loop": ("plain", "loop"),
+    "declared": ("loop", "declared"),
+    "command": ("plain", "command"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
-class LoopOptions:
-    """Flags of the comparisons."""
+class LoopOptions(Options):
+    """Flags of the benchmark."""
 
-    out: Path
-    """JSON file of the comparisons. Those that do not run again stay in it."""
     comparisons: tuple[Name, ...] = ("loop", "declared", "command")
     """Comparisons to run, in this order."""
     plain: str = "same flatten"
     """Variant of plain JAX, see `benchmarks/peers/plain_jax.py`. The default is the fastest one of `single_gpu`."""
-    sizes: Literal["full", "tiny"] = "full"
-    """Use `tiny` on a machine without a GPU."""
-    rounds: int = 5
-    """Turns of each program."""
-    seconds: float = 0.3
-    """Seconds of a repeat. A turn takes 6 times as long."""
     xla_options: tuple[str, ...] = ()
     """XLA options of README's step, as NAME=VALUE. Those of plain JAX are words of its variant."""
-    revision: str = ""
-    """Git revision to store in the results, for a copy of the sources without .git."""
 
 
 class Programs:
@@ -128,24 +125,22 @@ class Programs:
         return jgraph.Program(run, (state, step.place(self._tokens_BS)), name=name, result=result)
 
 
-def main(options: LoopOptions) -> None:
-    """Runs the comparisons, and writes the file after each of them."""
-    programs = Programs(preset_config("launch-bound", Options(sizes=options.sizes)), options.plain, options.xla_options)
-    pairs: dict[Name, tuple[str, str]] = {
-        "loop": ("plain", "loop"),
-        "declared": ("loop", "declared"),
-        "command": ("plain", "command"),
-    }
+def works(options: LoopOptions) -> Iterator[Work]:
+    """Yields one work per comparison. The programs that it compares stay for the next one."""
+    programs = Programs(preset_config("launch-bound", options), options.plain, options.xla_options)
     makers = {"plain": programs.plain, "loop": programs.loop, "declared": programs.declared, "command": programs.command}
     made: dict[str, jgraph.Program] = {}
     for name in options.comparisons:
-        for each in pairs[name]:
+        for each in PAIRS[name]:
             made[each] = made.get(each) or makers[each]()
-        f, g = (made[each] for each in pairs[name])
-        compared = jgraph.compare(f, g, rounds=options.rounds, seconds=options.seconds)
-        print(compared, end="\n\n", flush=True)
-        rows = [row(compared.f), row(compared.g)]
-        store(options.out, name, options, rows, device=compared.f.device, difference=str(compared.difference))
+        yield Work(name, {"ranks": 1}, rows=compared(*(made[each] for each in PAIRS[name]), options))
+
+
+def compared(f: jgraph.Program, g: jgraph.Program, options: LoopOptions) -> list[Row]:
+    """Compares two programs, and returns their rows. The second one has the difference of the results."""
+    found = jgraph.compare(f, g, rounds=options.rounds, seconds=options.seconds)
+    print(found, end="\n\n", flush=True)
+    return [row(found.f), row(found.g) | {"difference": str(found.difference)}]
 
 
 def row(measured: jgraph.Measurement) -> Row:
@@ -157,10 +152,24 @@ def row(measured: jgraph.Measurement) -> Row:
         "repeats_ms": measured.step_ms,
         "host_ms": statistics.median(measured.host_ms),
         "repeats_host_ms": measured.host_ms,
+        "device": measured.device,
         "capture": str(measured.capture),
         **({"step_bytes": measured.memory.total} if measured.memory else {}),
     }
 
 
-if __name__ == "__main__":
-    main(tyro.cli(LoopOptions, description=__doc__))
+def section(name: str, result: Row) -> Section:
+    """Returns the table layout of a comparison."""
+    first = result["rows"][0] if result["rows"] else {}
+    columns = {
+        "program": row_name,
+        "step, ms": number("ms", ".4f"),
+        "fastest, slowest, ms": spread,
+        "time / first": lambda row: ratio(row, first),
+        "host, ms": number("host_ms", ".3f"),
+        "difference of the results": lambda row: row.get("difference", ""),
+    }
+    return Section(name, columns)
+
+
+BENCHMARK = Benchmark("README's loop", __doc__, LoopOptions, works, section)

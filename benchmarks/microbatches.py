@@ -1,8 +1,8 @@
 """Step time and memory of one step by its number of microbatches, beside programs that unroll them, in one process.
 
-python -m benchmarks.microbatches --out microbatches.json
-python -m benchmarks.microbatches --out microbatches.json --presets cpu-tiny --sizes tiny --counts 1 2    # on a CPU
-python -m benchmarks.microbatches --out microbatches_sharded.json --presets gpt-1b3 --batch-size 16 --fsdp 2 --unrolled
+python -m benchmarks run microbatches --rounds 3
+python -m benchmarks run microbatches --presets cpu-tiny --sizes tiny --counts 1 2    # on a CPU
+python -m benchmarks run microbatches --name microbatches_sharded --presets gpt-1b3 --batch-size 16 --fsdp 2 --unrolled
 
 The global batch is the same for every count. All programs of a preset are compiled at once, in threads, and take turns.
 `M unrolled` has M microbatches in the body of the loop; `M serialized` is the same without concurrent kernels in a CUDA
@@ -14,16 +14,16 @@ import statistics
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import jax
-import tyro
 
 from benchmarks.programs.step import tokens_of
-from benchmarks.rows import Row
-from benchmarks.runner import Options, store
+from benchmarks.rows import Row, row_name, spread
+from benchmarks.runner import Benchmark, Options, Work
+from benchmarks.tables import COLUMNS, Section, number
+from benchmarks.turns import log
 from benchmarks.works import preset_config
 from jgraph.strategies._accumulate import MicrobatchFunction, accumulate
 from jgraph.timing import Timer, in_round, without_overlap
@@ -37,11 +37,9 @@ _SERIALIZED = "xla_gpu_command_buffer_scheduling_mode=SERIALIZE"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicrobatchOptions:
-    """Flags of the benchmark."""
+class MicrobatchOptions(Options):
+    """Flags of the benchmark. A turn of a program is one repeat."""
 
-    out: Path
-    """JSON file of the rows. Presets and batch sizes that do not run again stay in it."""
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m")
     """Presets to time."""
     batch_size: int = 64
@@ -52,23 +50,14 @@ class MicrobatchOptions:
     """Numbers of microbatches that are also timed unrolled, and unrolled and serialized."""
     fsdp: int = 1
     """Devices that hold parts of the state. With several, every number of microbatches also runs with `--gather-per pass`."""
-    rounds: int = 3
-    """Turns of each program."""
-    seconds: float = 0.3
-    """Seconds of a repeat."""
-    sizes: Literal["full", "tiny"] = "full"
-    """Use `tiny` on a machine without a GPU."""
-    revision: str = ""
-    """Git revision to store in the results, for a copy of the sources without .git."""
 
 
-def main(options: MicrobatchOptions) -> None:
-    """Times every preset, and writes the file after each."""
-    device = f"{options.fsdp} x {jax.devices()[0].device_kind}"
+def works(options: MicrobatchOptions) -> Iterator[Work]:
+    """Yields one work per preset."""
     for preset in options.presets:
-        config = preset_config(preset, Options(sizes=options.sizes)).changed(batch_size=options.batch_size, fsdp=options.fsdp)
-        rows = list(timed(list(programs(config, options)), config, options))
-        store(options.out, f"{preset}, {options.batch_size} sequences", options, rows, device=device)
+        config = preset_config(preset, options).changed(batch_size=options.batch_size, fsdp=options.fsdp)
+        rows = timed(list(programs(config, options)), config, options)
+        yield Work(f"{preset}, {options.batch_size} sequences", {"ranks": options.fsdp}, rows=rows)
 
 
 def programs(config: TrainConfig, options: MicrobatchOptions) -> Iterator[tuple[Row, TrainSetup, Any]]:
@@ -76,6 +65,7 @@ def programs(config: TrainConfig, options: MicrobatchOptions) -> Iterator[tuple[
     variants = [(count, "") for count in options.counts]
     variants += [(count, how) for count in options.unrolled for how in ("unrolled", "serialized")]
     variants += [(count, "gathered per pass") for count in options.counts if options.fsdp > 1]
+    device = f"{options.fsdp} x {jax.devices()[0].device_kind}"
     for count, how in variants:
         changes: dict[str, Any] = {"num_microbatches": count}
         if how == "serialized":
@@ -85,7 +75,7 @@ def programs(config: TrainConfig, options: MicrobatchOptions) -> Iterator[tuple[
         with mock.patch(_ACCUMULATE, functools.partial(_unrolled, count) if how in ("unrolled", "serialized") else accumulate):
             setup = TrainSetup.from_config(config.changed(**changes))
             lowered = setup.step.lower(setup.batch())
-        yield {"system": "jgraph", "variant": f"{count} {how}".strip()}, setup, lowered
+        yield {"system": "jgraph", "variant": f"{count} {how}".strip(), "device": device}, setup, lowered
 
 
 def _unrolled(count: int, *args: Any, **settings: Any) -> MicrobatchFunction:
@@ -110,8 +100,8 @@ def timed(found: list[tuple[Row, TrainSetup, Any]], config: TrainConfig, options
     timer = Timer(seconds=options.seconds, repeats=1, warmup_seconds=options.seconds)
     order = list(range(len(found)))
     times: list[list[float]] = [[] for _ in order]
-    for number in range(options.rounds):
-        for i in in_round(order, number):
+    for turn in range(options.rounds):
+        for i in in_round(order, turn):
             batch = jax.device_put(found[i][1].step.place(tokens_of(config)))
 
             def run(executable: Any = executables[i], batch: Any = batch) -> None:
@@ -121,11 +111,15 @@ def timed(found: list[tuple[Row, TrainSetup, Any]], config: TrainConfig, options
                 jax.block_until_ready(state[0])
 
             times[i] += timer.repeats_ms(without_overlap(run, wait, platform), wait)[0]
-            print(found[i][0]["variant"], f"{times[i][-1]:.3f} ms", flush=True)
+            log(f"{found[i][0]['variant']}: {times[i][-1]:.3f} ms")
     for (row, _, _), repeats in zip(found, times, strict=True):
         yield row | {"ms": statistics.median(repeats), "repeats_ms": repeats}
-        print(row, f"{statistics.median(repeats):.3f} ms", flush=True)
 
 
-if __name__ == "__main__":
-    main(tyro.cli(MicrobatchOptions, description=__doc__))
+def section(name: str, result: Row) -> Section:
+    """Returns the table layout of a work."""
+    columns = {"microbatches": row_name, "step, ms": number("ms", ".3f"), "fastest, slowest, ms": spread}
+    return Section(name, columns | {"temporary buffers, GB": COLUMNS["temporary buffers, GB"]})
+
+
+BENCHMARK = Benchmark("Microbatches of a step", __doc__, MicrobatchOptions, works, section)

@@ -1,15 +1,16 @@
 """Processes with one GPU each: restarts by torchrun after a kill, step time beside one process, and layouts over slow links.
 
-python -m benchmarks.restarts --out restarts.json --processes 2
-python -m benchmarks.restarts --out restarts.json --sizes tiny --kills 2    # on a CPU; needs torch
+python -m benchmarks run restarts --processes 2
+python -m benchmarks run restarts --sizes tiny --kills 2    # on a CPU; needs torch
 
 The part `kills` trains with one process per GPU, with one process that has all GPUs, and with processes that are killed one by
 one at random steps. The row of a kill has the seconds from SIGKILL until the other processes have ended (`exit_s`), all have
 started again (`start_s`), the state is restored (`resume_s`), and the next step is done (`first_step_s`). It also has the
-phases of that start on process 0, as in `benchmarks.startup`. `differs` compares the losses with those of the first run; the
+phases of that start on process 0, as in `benchmarks/startup.py`. `differs` compares the losses with those of the first run; the
 second run, which is the same, shows what kernels that add in a different order change.
 
-The part `network` trains with sharded and with partly sharded state, over the links of the machine and over sockets.
+The part `network` trains with sharded and with partly sharded state, over the links of the machine and over sockets. The output
+of all runs is in a file beside the results. `--timeout` is the limit of a run.
 """
 
 import contextlib
@@ -29,11 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
-from benchmarks.rows import Row
-from benchmarks.runner import loss_difference, store
+from benchmarks.rows import Row, row_name
+from benchmarks.runner import Benchmark, Options, Work, loss_difference
 from benchmarks.startup import KEYS
+from benchmarks.tables import Section, number
+from benchmarks.turns import log
 from jgraph.train.metrics import read_metrics
 
 TINY = (
@@ -46,11 +47,9 @@ LOG_EVERY = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestartOptions:
+class RestartOptions(Options):
     """Flags of the benchmark."""
 
-    out: Path
-    """JSON file of the rows. Parts that do not run again stay in it. The output of all runs is in a file beside it."""
     parts: tuple[Literal["kills", "network"], ...] = ("kills", "network")
     """Parts to run."""
     preset: str = "gpt-124m"
@@ -63,26 +62,24 @@ class RestartOptions:
     """Steps between checkpoints. A process is killed at most twice as many steps after a start."""
     seed: int = 0
     """Chooses ranks and steps."""
-    sizes: Literal["full", "tiny"] = "full"
-    """Use `tiny` on a machine without a GPU."""
-    timeout: float = 300
+    timeout: float = 300.0
     """Seconds of a run."""
-    revision: str = ""
-    """Git revision to store in the results, for a copy of the sources without .git."""
 
 
-def main(options: RestartOptions) -> None:
-    """Runs the parts, and writes the file after each."""
+def works(options: RestartOptions) -> Iterator[Work]:
+    """Yields one work per part."""
+    for part in options.parts:
+        yield Work(f"{options.preset} {part}", {"ranks": options.processes}, rows=rows_of(part, options))
+
+
+def rows_of(part: str, options: RestartOptions) -> Iterator[Row]:
+    """Yields the rows of a part."""
     # A run with kills has more steps than it finishes before the last kill.
     steps = {"kills": 2 * options.every * (options.kills + 1), "network": 6 * LOG_EVERY}
-    for part in options.parts:
-        with tempfile.TemporaryDirectory() as folder:
-            rows = []
-            for row in {"kills": kills, "network": network}[part](Runs(Path(folder), options, steps[part])):
-                print(part, json.dumps(row), flush=True)
-                rows.append(row)
-        device = next((row["device"] for row in rows if "device" in row), None)
-        store(options.out, f"{options.preset} {part}", options, rows, device=device, ranks=options.processes)
+    with tempfile.TemporaryDirectory() as folder:
+        for row in {"kills": kills, "network": network}[part](Runs(Path(folder), options, steps[part])):
+            log(f"{part}: {json.dumps(row)}")
+            yield row
 
 
 @dataclass
@@ -118,9 +115,10 @@ class Runs:
         timer.start()
         assert process.stdout is not None
         try:
-            with options.out.with_suffix(".log").open("a") as log:
-                log.write(f"--- {name}\n")
-                yield (line for line in process.stdout if log.write(line))
+            options.file.parent.mkdir(parents=True, exist_ok=True)
+            with options.file.with_suffix(".log").open("a") as output:
+                output.write(f"--- {name}\n")
+                yield (line for line in process.stdout if output.write(line))
         finally:
             timer.cancel()
             process.terminate()
@@ -228,5 +226,20 @@ def network(runs: Runs) -> Iterator[Row]:
             yield runs.timed(name, *layout.split(), processes=2 * half, NCCL_DEBUG="INFO", **variables)
 
 
-if __name__ == "__main__":
-    main(tyro.cli(RestartOptions, description=__doc__))
+def section(name: str, result: Row) -> Section:
+    """Returns the table layout of a part."""
+    columns = {
+        "run": row_name,
+        "step, ms": number("ms"),
+        "processes ended, s": number("exit_s", ".1f"),
+        "started, s": number("start_s", ".1f"),
+        "state restored, s": number("resume_s", ".1f"),
+        "next step, s": number("first_step_s", ".1f"),
+        "from step": lambda row: str(row.get("resumed", "")),
+        "largest difference of losses": lambda row: f"{row['differs']:.2g}" if "differs" in row else "",
+        "links": lambda row: row.get("links", ""),
+    }
+    return Section(name, columns, needs="system")
+
+
+BENCHMARK = Benchmark("Processes with one GPU each", __doc__, RestartOptions, works, section)

@@ -37,6 +37,7 @@ FIELDS = {
     "links": "network: how NCCL has connected the GPUs",
     "launches, updates, replays, actions": "CUDA graph launches, graph updates, replays, or pipeline actions per step",
     "steps, done": "soak: requested and completed steps; loss curve: logged steps",
+    "difference": "loop: difference of the results of both programs",
     "differs, first_differs": "largest difference of the losses from another run, and the first step with one: in a soak, from "
     "the run with graph auto; in restarts, from the run with one process per GPU",
     "peak_bytes, init_peak_bytes, step_bytes": "peak memory of the fullest device; after init; of the program",

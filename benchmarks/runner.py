@@ -210,30 +210,6 @@ def benchmark_of(stem: str, scripts: Iterable[str]) -> str:
     return max(matching, key=len, default=stem.rstrip("0123456789"))
 
 
-def stored(file: Path) -> dict[str, Any]:
-    """Returns the works of a results file; {} if there is none."""
-    return json.loads(file.read_text())["works"] if file.exists() else {}
-
-
-def facts(options: Any) -> Row:
-    """Returns the environment and the flags of a benchmark, for each of its works."""
-    flags = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
-    return {"environment": environment(revision=options.revision), "options": flags}
-
-
-def write_works(file: Path, works: dict[str, Any], changed: str) -> None:
-    """Writes a results file. Each key in the rows of the changed work must be in the schema."""
-    for row in works[changed]["rows"]:
-        assert not unknown_keys(row), f"add {unknown_keys(row)} to FIELDS in benchmarks/rows.py"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"works": works}, indent=2) + "\n")
-
-
-def store(file: Path, work: str, options: Any, rows: list[Row], **more: Any) -> None:
-    """Replaces a work of a results file, and keeps the others. `more` are keys beside the rows."""
-    write_works(file, stored(file) | {work: {**facts(options), **more, "rows": rows}}, work)
-
-
 class Results:
     """The results of a file, by work. Keeps the works of earlier runs until they run again.
 
@@ -244,19 +220,24 @@ class Results:
 
     def __init__(self, options: Options, draw: Callable[[Row], str]):
         self.options, self.draw = options, draw
-        self.works = stored(options.file)
+        self.works: dict[str, Any] = json.loads(options.file.read_text())["works"] if options.file.exists() else {}
 
     def begin(self, work: str, **more: Any) -> None:
         """Starts a new result. `more` are its keys beside the rows."""
-        self.works[work] = {**facts(self.options), **more, "device": None, "rows": []}
+        facts = {"environment": environment(revision=self.options.revision), "options": asdict(self.options)}
+        self.works[work] = {**facts, **more, "device": None, "rows": []}
 
     def put(self, work: str, rows: list[Row]) -> None:
-        """Replaces the rows of a work, and writes the JSON file and the page."""
+        """Replaces the rows of a work, and writes the JSON file and the page. Each key of a row must be in the schema."""
+        for row in rows:
+            assert not unknown_keys(row), f"add {unknown_keys(row)} to FIELDS in benchmarks/rows.py"
         result = self.works[work]
         result["rows"] = rows
         result["device"] = next((row["device"] for row in rows if row["system"] != "torch" and "device" in row), None)
-        write_works(self.options.file, self.works, work)
-        self.options.file.with_suffix(".md").write_text(str(self))
+        file = self.options.file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"works": self.works}, indent=2) + "\n")
+        file.with_suffix(".md").write_text(str(self))
 
     def __str__(self) -> str:
         return self.draw(self.works)

@@ -1,7 +1,7 @@
 """Seconds from the start of a process to the end of its first training step, by phase: jgraph, plain JAX and torch.compile.
 
-python -m benchmarks.startup --out startup.json --presets launch-bound gpt-124m
-python -m benchmarks.startup --out startup.json --presets cpu-tiny --variants jgraph "jax same" --sizes tiny    # on a CPU
+python -m benchmarks run startup --presets launch-bound gpt-124m
+python -m benchmarks run startup --presets cpu-tiny --variants jgraph "jax same" --sizes tiny    # on a CPU
 
 Each variant runs in a process of its own, first with empty caches of compiled programs, and then again with full ones. A row
 has the seconds of the phases of `jgraph.xla.startup.Startup`, which do not overlap, as `imports_s`, `trace_s`, `compile_s`,
@@ -9,22 +9,20 @@ has the seconds of the phases of `jgraph.xla.startup.Startup`, which do not over
 from the start of the process to the result of the first step. `ms` is the same, for `python -m benchmarks compare`.
 """
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import tyro
-
-from benchmarks.rows import Row
-from benchmarks.runner import Options, store
+from benchmarks.peers.protocol import answer, read_request
+from benchmarks.rows import Row, row_name
+from benchmarks.runner import Benchmark, Options, Work
+from benchmarks.tables import Section, number
+from benchmarks.turns import Candidate, run_once
 from benchmarks.works import preset_config, vary
+from jgraph.train.config import TrainConfig
 
 # Key of the row by phase.
 KEYS = {
@@ -38,65 +36,56 @@ CACHES = ("JAX_COMPILATION_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartupOptions:
+class StartupOptions(Options):
     """Flags of the benchmark."""
 
-    out: Path
-    """JSON file of the rows. Presets that do not run again stay in it."""
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m")
     """Presets to start."""
     variants: tuple[str, ...] = ("jgraph", "jgraph num_microbatches=8", "jax same", "torch compile")
     """Variants of each preset, as in `single_gpu`. A variant that does not fit the preset gets a row with the reason."""
-    sizes: Literal["full", "tiny"] = "full"
-    """Use `tiny` on a machine without a GPU."""
-    timeout: float = 200
-    """Seconds of a process."""
-    revision: str = ""
-    """Git revision to store in the results, for a copy of the sources without .git."""
 
 
-def main(options: StartupOptions) -> None:
-    """Starts every variant twice, and writes the file after each preset."""
+def works(options: StartupOptions) -> Iterator[Work]:
+    """Yields one work per preset."""
     for preset in options.presets:
-        rows = [row for variant in options.variants for row in started_twice(preset, variant, options)]
-        store(options.out, preset, options, rows, device=next((row["device"] for row in rows if "device" in row), None))
+        rows = (row for variant in options.variants for row in started_twice(preset, variant, options))
+        yield Work(preset, {"ranks": 1}, rows=rows)
 
 
 def started_twice(preset: str, variant: str, options: StartupOptions) -> Iterator[Row]:
-    """Yields the rows of a variant with empty and with full caches, and prints them."""
+    """Yields the rows of a variant with empty and with full caches."""
     system, _, settings = variant.partition(" ")
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: str(Path(folder, name)) for name in CACHES}
         for caches_are in ("empty caches", "full caches"):
-            row = {"system": system, "variant": f"{settings} {caches_are}".strip()}
-            row |= in_process(preset, variant, options, caches)
-            print(preset, json.dumps(row), flush=True)
-            yield row
+            labels = {"system": system, "variant": f"{settings} {caches_are}".strip()}
+            request = {"preset": preset, "variant": variant, "sizes": options.sizes, "began": time.monotonic()}
+            yield run_once(Candidate(labels, "benchmarks.startup", request, environment=caches), timeout=options.timeout)
 
 
-def in_process(preset: str, variant: str, options: StartupOptions, caches: dict[str, str]) -> Row:
-    """Returns the seconds of a new process, or the reason why it failed."""
-    command = [sys.executable, "-m", "benchmarks.startup", "child", preset, variant, options.sizes, str(time.monotonic())]
-    try:
-        done = subprocess.run(command, env=os.environ | caches, capture_output=True, text=True, timeout=options.timeout)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not finished after {options.timeout} s"}
-    if done.returncode:
-        return {"failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
-    row = json.loads(done.stdout.splitlines()[-1])
-    return row | {"ms": row["first_step_s"] * 1e3}
+def section(name: str, result: Row) -> Section:
+    """Returns the table layout of a work."""
+    columns = {"variant": row_name, "first step, s": number("first_step_s", ".1f")}
+    return Section(name, columns | {f"{phase}, s": number(key, ".1f") for phase, key in KEYS.items()})
+
+
+BENCHMARK = Benchmark("Start of a process", __doc__, StartupOptions, works, section)
 
 
 # --- The process of a variant ---
 
 
-def child(preset: str, variant: str, sizes: str, began: float) -> None:
-    """Builds a variant, runs its first step, and prints the row."""
-    config = preset_config(preset, Options(sizes=sizes))  # pyright: ignore[reportArgumentType]
-    system, _, settings = variant.partition(" ")
-    if system == "torch":
-        print(json.dumps(torch_row(variant, config, began)))
-        return
+def start(request: Row) -> None:
+    """Builds a variant and runs its first step. Entry point of the candidate process."""
+    config = preset_config(request["preset"], Options(sizes=request["sizes"]))
+    system, _, settings = request["variant"].partition(" ")
+    row = torch_row if system == "torch" else jax_row
+    answered = row(system, settings, config, request["began"])
+    answer(**answered, ms=answered["first_step_s"] * 1e3)
+
+
+def jax_row(system: str, settings: str, config: TrainConfig, began: float) -> Row:
+    """Returns the row of jgraph or of plain JAX."""
     import jax
 
     from jgraph.xla.startup import Startup, watch
@@ -112,10 +101,10 @@ def child(preset: str, variant: str, sizes: str, began: float) -> None:
         jax.block_until_ready(step(state))
         seconds = startup.seconds()
     row = {KEYS[name]: length for name, length in seconds.items()} | {"first_step_s": sum(seconds.values())}
-    print(json.dumps(row | {"device": f"1 x {jax.devices()[0].device_kind}"}))
+    return row | {"device": f"1 x {jax.devices()[0].device_kind}"}
 
 
-def jgraph_parts(config: Any, settings: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+def jgraph_parts(config: TrainConfig, settings: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     """Returns the functions of the initial state and of the step, as the command line compiles them."""
     import jax
 
@@ -128,7 +117,7 @@ def jgraph_parts(config: Any, settings: str) -> tuple[Callable[[], Any], Callabl
     return init, lambda state: run(state, jax.device_put(setup.step.place(tokens_of(config))))
 
 
-def plain_parts(config: Any, settings: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+def plain_parts(config: TrainConfig, settings: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     """Returns the functions of the initial state and of the step of plain JAX, compiled when called."""
     import jax
 
@@ -139,7 +128,7 @@ def plain_parts(config: Any, settings: str) -> tuple[Callable[[], Any], Callable
     return plain.init, lambda state: plain.step(state, tokens_of(config))
 
 
-def torch_row(variant: str, config: Any, began: float) -> Row:
+def torch_row(system: str, settings: str, config: TrainConfig, began: float) -> Row:
     """Returns the row of PyTorch: the first step of `torch.compile`, without a CUDA graph."""
     import torch
 
@@ -148,7 +137,7 @@ def torch_row(variant: str, config: Any, began: float) -> Row:
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     with torch.device("cuda"):
-        model, optimizer = build_model(variant, config)
+        model, optimizer = build_model(f"{system} {settings}", config)
     shape = config.input.batch_size, config.input.seq_len + 1
     tokens = torch.randint(0, config.model.vocab_size, shape, device="cuda")
     with torch.no_grad():
@@ -167,7 +156,4 @@ def torch_row(variant: str, config: Any, began: float) -> Row:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["child"]:
-        child(sys.argv[2], sys.argv[3], sys.argv[4], float(sys.argv[5]))
-    else:
-        main(tyro.cli(StartupOptions, description=__doc__))
+    start(read_request())

@@ -16,9 +16,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class Candidate:
         request: JSON-serializable argument of the script.
         ranks: Number of processes under torchrun. 0 runs the script without torchrun.
         gpus: Number of GPUs that the script requires.
+        environment: Variables that are set for the script.
     """
 
     labels: Row
@@ -68,6 +69,7 @@ class Candidate:
     request: Row
     ranks: int = 0
     gpus: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def missing(self) -> str:
@@ -87,7 +89,7 @@ class Process:
     def __init__(self, candidate: Candidate, *, timeout: float, share: float = 0.0):
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(candidate.ranks)]
         launcher = torchrun if candidate.ranks else []
-        environment = dict(os.environ)
+        environment = os.environ | candidate.environment
         if share and not launcher:
             environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
             environment["XLA_CLIENT_MEM_FRACTION"] = f"{share:.2f}"

@@ -116,7 +116,7 @@ tensor_context) # five minutes at most; memory of an H200 for two processes. A h
 tests) XLA_CLIENT_MEM_FRACTION=0.12 tests 190 -n 7 -rs --ignore tests/gpu/test_folders_on_gpu.py --ignore tests/gpu/test_parallel_on_gpu.py \
     --ignore tests/gpu/test_processes_on_gpu.py tests/gpu ;;
 tests_several) tests 400 -n 0 -rs tests/gpu/test_p{arallel,rocesses}_on_gpu.py ;; # aborts with several processes
-restarts) timeout -k 30 560 python3 -m benchmarks.restarts --out "$out/restarts.json" --revision "$revision" ;;
+restarts) piece 560 restarts --timeout 300 ;;
 decode) piece 340 decode --models llama-1b3 --rounds 3 --timeout 120 --variants "" xla --peers transformers "loop tuned" ;;
 folders) XLA_PYTHON_CLIENT_PREALLOCATE=false tests 240 -n 3 -rP -W default tests/gpu/test_folders_on_gpu.py ;;
 fp8)

@@ -26,8 +26,6 @@ from benchmarks import (
     fp8,
     fsdp,
     grouped,
-    loop,
-    microbatches,
     moe,
     plans,
     readme,
@@ -41,7 +39,6 @@ from benchmarks import (
     tensor_context,
     works,
 )
-from benchmarks.compare import read
 from benchmarks.peers import plain_jax, plain_jax_decode
 from benchmarks.peers.te_variant import TEVariant, is_te, parse_sharded_variant, parse_variant
 from benchmarks.programs.models import gpt_blocks
@@ -245,30 +242,32 @@ def test_plain_jax_with_sharded_state_has_the_loss_and_the_memory_of_jgraph(time
     assert " | jax / row | " in page
 
 
-def test_the_loop_of_the_readme_is_compared_with_plain_jax(tmp_path):
-    out = tmp_path / "loop.json"
-    loop.main(loop.LoopOptions(out=out, comparisons=("loop",), sizes="tiny", rounds=1, seconds=0.001))
-    found = read(out)["loop"]
-    assert [(row["system"], row["variant"]) for row in found["rows"]] == [("jax", "same flatten"), ("jgraph", "optax.adamw")]
-    assert not any(unknown_keys(row) for row in found["rows"])
-    relative = re.search("at most (.*) of the largest", found["difference"])
-    assert found["difference"] == "bitwise equal" or (relative and float(relative[1]) < 1e-4)
+def test_the_loop_of_the_readme_is_compared_with_plain_jax(run_here, capsys):
+    flags = ["--comparisons", "loop", "--sizes", "tiny", "--rounds", "1", "--seconds", "0.001"]
+    plain, ours = run_here("loop", *flags)["loop"]["rows"]
+    assert [(row["system"], row["variant"]) for row in (plain, ours)] == [("jax", "same flatten"), ("jgraph", "optax.adamw")]
+    relative = re.search("at most (.*) of the largest", ours["difference"])
+    assert ours["difference"] == "bitwise equal" or (relative and float(relative[1]) < 1e-4)
+    assert f" | {ours['difference']} |" in capsys.readouterr().out
 
 
-def test_a_start_is_divided_into_phases(tmp_path):
-    options = startup.StartupOptions(out=tmp_path / "startup.json", sizes="tiny")
-    row = startup.in_process("launch-bound", "jgraph", options, {name: str(tmp_path / name) for name in startup.CACHES})
-    assert not unknown_keys({name: value for name, value in row.items() if name != "device"})
-    assert row["device"] == "1 x cpu"
-    phases = [row[key] for key in startup.KEYS.values()]
-    assert min(phases) > 0
-    assert sum(phases) == pytest.approx(row["first_step_s"])
-    failed = startup.in_process("launch-bound", "jgraph num_microbatches=3", options, {})
-    assert "must be a divisor of `batch_size` 2" in failed["failed"]
+def test_a_start_is_divided_into_phases(run_here):
+    variants = ["jgraph", "jgraph num_microbatches=3"]
+    works = run_here("startup", "--presets", "launch-bound", "--sizes", "tiny", "--variants", *variants)
+    (empty, full, *failed) = works["launch-bound"]["rows"]
+    for row in (empty, full):
+        assert row["device"] == "1 x cpu"
+        phases = [row[key] for key in startup.KEYS.values()]
+        assert min(phases) > 0
+        assert sum(phases) == pytest.approx(row["first_step_s"])
+        assert row["ms"] == 1e3 * row["first_step_s"]
+    assert [row["variant"] for row in (empty, full)] == ["empty caches", "full caches"]
+    for row in failed:
+        assert "must be a divisor of `batch_size` 2" in row["failed"]
 
 
 def test_processes_are_killed_at_random_steps_and_restarts_are_timed_by_the_output_of_the_run(tmp_path):
-    options = restarts.RestartOptions(out=tmp_path / "restarts.json", kills=1, every=3)
+    options = restarts.RestartOptions(kills=1, every=3)
     ready = (
         "first step finished 3.0 s after the start: imports and data 1.0, tracing 0.4, XLA 0.6 (0 compiled, 2 loaded from the "
         "compile cache), initial state 0.7, first step 0.3\n"
@@ -303,26 +302,13 @@ def test_processes_are_killed_at_random_steps_and_restarts_are_timed_by_the_outp
 
 
 @pytest.mark.long
-def test_unrolled_microbatches_need_more_memory_than_a_loop_over_them(tmp_path):
-    out = tmp_path / "microbatches.json"
-    microbatches.main(
-        microbatches.MicrobatchOptions(
-            out=out,
-            presets=("launch-bound",),
-            batch_size=4,
-            counts=(2,),
-            fsdp=2,
-            rounds=1,
-            seconds=0.01,
-            sizes="tiny",
-        )
-    )
-    work = read(out)["launch-bound, 4 sequences"]
+def test_unrolled_microbatches_need_more_memory_than_a_loop_over_them(run_here):
+    flags = ["--presets", "launch-bound", "--batch-size", "4", "--counts", "2", "--fsdp", "2", "--sizes", "tiny", *SHORT]
+    work = run_here("microbatches", *flags)["launch-bound, 4 sequences"]
     rows = {row["variant"]: row for row in work["rows"]}
     assert work["device"].startswith("2 x ")
     assert list(rows) == ["2", "2 unrolled", "2 serialized", "2 gathered per pass"]
     assert rows["2"]["temp_bytes"] < rows["2 unrolled"]["temp_bytes"]
-    assert not any(unknown_keys(row) for row in rows.values())
 
 
 def test_words_of_a_plain_jax_variant_combine_and_unknown_words_are_refused():

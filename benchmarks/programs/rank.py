@@ -1,4 +1,4 @@
-"""A process of `benchmarks.restarts`: `python -m jgraph.train`, which also writes when it starts and how it ends.
+"""A process of the benchmark `restarts`: `python -m jgraph.train`, which also writes when it starts and how it ends.
 
 The first argument is a folder. The file START-RANK.json in it has `pid` and `start`, and after the end `end`, `code`, and the
 programs that were `compiled`. Times are those of `time.monotonic`, one clock for all processes of a machine. A process that is
