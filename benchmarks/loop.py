@@ -133,7 +133,8 @@ def works(options: LoopOptions) -> Iterator[Work]:
     for name in options.comparisons:
         for each in PAIRS[name]:
             made[each] = made.get(each) or makers[each]()
-        yield Work(name, {"ranks": 1}, rows=compared(*(made[each] for each in PAIRS[name]), options))
+        first, second = PAIRS[name]
+        yield Work(name, {"ranks": 1}, rows=compared(made[first], made[second], options))
 
 
 def compared(f: jgraph.Program, g: jgraph.Program, options: LoopOptions) -> list[Row]:

@@ -133,6 +133,7 @@ def torch_row(system: str, settings: str, config: TrainConfig, began: float) -> 
     import torch
 
     from benchmarks.peers.single_gpu import build_model
+    from benchmarks.peers.torch_run import device_name
 
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
@@ -151,7 +152,7 @@ def torch_row(system: str, settings: str, config: TrainConfig, began: float) -> 
     return {
         "imports_s": built - began,
         "first_step_s": time.monotonic() - began,
-        "device": f"1 x {torch.cuda.get_device_name()}",
+        "device": f"1 x {device_name()}",
     }
 
 

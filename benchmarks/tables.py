@@ -155,7 +155,8 @@ def count_peers(rows: list[Row]) -> str:
 
 def ratio_text(peer: Row, ours: Row) -> str:
     """Formats the time of a peer over the time of jgraph. Notes that the repeats of a single run overlap."""
-    is_tie = len(ratios(peer, ours)) < 2 and verdict(ours["repeats_ms"], peer["repeats_ms"]) == WITHIN
+    repeats = (row.get("repeats_ms", []) for row in (ours, peer))
+    is_tie = len(ratios(peer, ours)) < 2 and verdict(*repeats) == WITHIN
     return ratio(peer, ours, digits=2) + f", {WITHIN}" * is_tie
 
 

@@ -176,6 +176,16 @@ def test_an_unknown_benchmark_is_rejected_with_the_known_names(run_error):
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_the_benchmark_of_every_stored_result_draws_its_page(file):
+    if file.stem == "pipeline_trace":  # recorded actions, which are a picture
+        return
+    page = readme.results_page(file.with_suffix(".md"))
+    if file.stem not in ("dtype_rules", "schedules", "step_cost"):  # these have no benchmark any more
+        assert page.startswith("# ")
+        assert page.count("\n|") > len(compare.read(file))
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
 def test_every_stored_row_matches_the_schema(file):
     for result in compare.read(file).values():
         assert result["environment"]["date"]

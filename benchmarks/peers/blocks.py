@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.peers.protocol import Timer, answer, read_request, take_turns
-from benchmarks.peers.torch_gpt import Block, rotary
+from benchmarks.peers.torch_gpt import Block, init_parameters, rotary
+from benchmarks.peers.torch_run import own_device, wait
 from jgraph_models.gpt import GPTConfig
 
 
@@ -28,8 +29,7 @@ class StandaloneBlock(nn.Module):
 
     def __init__(self, block: Block, length: int):
         super().__init__()
-        for p in block.parameters():
-            nn.init.normal_(p, std=0.02) if p.ndim > 1 else nn.init.ones_(p)
+        init_parameters(block.parameters())
         self.block = block.bfloat16()
         for name, table in zip(("cos", "sin"), rotary(block.config, length, torch.zeros(())), strict=True):
             self.register_buffer(name, table)
@@ -59,7 +59,7 @@ VARIANTS = {
 TE_VARIANTS = {"te graphed callables": True, "te graphed callables, aliased gradients": False}
 
 
-def build_blocks(variant: str, config: GPTConfig, length: int, device: str) -> tuple[nn.Module, ...]:
+def build_blocks(variant: str, config: GPTConfig, length: int, device: torch.device) -> tuple[nn.Module, ...]:
     """Creates the blocks of a variant, not yet graphed."""
     if variant in VARIANTS:
         cls, _ = VARIANTS[variant]
@@ -84,7 +84,7 @@ def main() -> None:
     """Entry point of the candidate process."""
     request = read_request()
     size = request["size"]
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # the CPU supports the eager variant, for tests
+    device = own_device()  # the CPU supports the eager variant
     config = GPTConfig(
         vocab_size=256,
         num_layers=size["num_blocks"],
@@ -109,7 +109,6 @@ def main() -> None:
         for tensor in (x, *parameters):
             tensor.grad = None
 
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     replays = 2 * len(blocks)
     iteration()
     wait()

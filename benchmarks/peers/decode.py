@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 import torch._inductor.config
+from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.peers.protocol import answer, read_request, take_turns
 from benchmarks.peers.torch_gpt import GPT, rotary, rotate
+from benchmarks.peers.torch_run import device_name, own_device, wait
 from benchmarks.rows import gpt_config_from
 from jgraph_models.gpt_config import GPTConfig
 
@@ -22,7 +24,7 @@ from jgraph_models.gpt_config import GPTConfig
 def main() -> None:
     """Entry point of the candidate process."""
     request = read_request()
-    config, device = gpt_config_from(request["model"]), "cuda" if torch.cuda.is_available() else "cpu"
+    config, device = gpt_config_from(request["model"]), own_device()
     torch.manual_seed(0)
     dtype = getattr(torch, config.compute_dtype)
     prompt_1T = torch.randint(0, config.vocab_size, (1, request["prompt"]), device=device)
@@ -32,8 +34,7 @@ def main() -> None:
     run = make(config, prompt_1T, request["new"], device, dtype)
     for _ in range(3):  # compiles and records CUDA graphs
         run()
-    answer(device=torch.cuda.get_device_name() if device == "cuda" else "cpu")
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    answer(device=device_name())
 
     def measure(timer: Any) -> Any:
         with torch.no_grad():
@@ -42,18 +43,18 @@ def main() -> None:
     take_turns(measure)
 
 
-def loop_generator(config: GPTConfig, prompt_1T: torch.Tensor, new: int, device: str, dtype: torch.dtype) -> Any:
+def loop_generator(config: GPTConfig, prompt_1T: Tensor, new: int, device: torch.device, dtype: torch.dtype) -> Any:
     """Returns a function that generates tokens with a compiled decode step."""
     model = GPT(config).to(device=device, dtype=dtype)
     H, G, K = config.num_heads, config.num_kv_heads, config.head_size
     T, length = prompt_1T.shape[1], prompt_1T.shape[1] + new
     caches = [torch.zeros(2, 1, G, length, K, device=device, dtype=dtype) for _ in model.blocks]
-    for cache in caches if device == "cuda" else ():
+    for cache in caches if device.type == "cuda" else ():
         torch._dynamo.mark_static_address(cache)  # otherwise writes to the cache prevent a CUDA graph
     tables = rotary(config, length, torch.empty(0, device=device))
     head_VD = model.embedding if config.head == "tied" else model.head
 
-    def read(tokens_1T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+    def read(tokens_1T: Tensor, positions_T: Tensor) -> Tensor:
         """Adds tokens to the cache and returns the most likely next token."""
         x_BTD = F.embedding(tokens_1T, model.embedding)
         rows = tables[0][positions_T], tables[1][positions_T]
@@ -69,7 +70,7 @@ def loop_generator(config: GPTConfig, prompt_1T: torch.Tensor, new: int, device:
             x_BTD = x_BTD + block.mlp(block.mlp_norm(x_BTD))
         return F.linear(model.norm(x_BTD[:, -1:]), head_VD).argmax(-1)
 
-    token = torch.compile(read, mode="reduce-overhead") if device == "cuda" else read
+    token = torch.compile(read, mode="reduce-overhead") if device.type == "cuda" else read
     positions = torch.arange(length, device=device)
 
     def run() -> list[int]:
@@ -83,7 +84,7 @@ def loop_generator(config: GPTConfig, prompt_1T: torch.Tensor, new: int, device:
     return run
 
 
-def transformers_generator(config: GPTConfig, prompt_1T: torch.Tensor, new: int, device: str, dtype: torch.dtype) -> Any:
+def transformers_generator(config: GPTConfig, prompt_1T: Tensor, new: int, device: torch.device, dtype: torch.dtype) -> Any:
     """Returns a function that generates tokens with a Llama of transformers, which has SwiGLU."""
     import transformers
 

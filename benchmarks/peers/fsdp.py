@@ -8,8 +8,6 @@ after the update, as torchao recommends. Model and step are those of `benchmarks
 layers of Transformer Engine, in the precision of a variant of `te_variant.py`.
 """
 
-import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,35 +16,27 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.peers import torch_moe
-from benchmarks.peers.ranks import RankContext
+from benchmarks.peers.ranks import RankContext, time_ranks
 from benchmarks.peers.te_variant import parse_sharded_variant
-from benchmarks.peers.torch_gpt import GPT, adamw, init_parameters, to_float8, warm_up
+from benchmarks.peers.torch_gpt import GPT, adamw, cross_entropy, init_parameters, to_float8
+from benchmarks.peers.torch_run import Step, training_step as make_step, with_cudnn
+from benchmarks.rows import Row
 from jgraph.train.config import TrainConfig
 from jgraph_models.gpt import GPTConfig
 
 # B batch of a rank, T sequence, S = T + 1, N tokens, V vocabulary
 
 
-def main() -> None:
-    """Entry point of each rank."""
-    request = json.loads(sys.argv[1])
-    context = RankContext.join()
-    context.answer(device=f"{context.ranks} x {torch.cuda.get_device_name() if context.on_gpu else 'cpu'}")
-    config = TrainConfig.from_dict(request["config"])
+def build(context: RankContext, request: Row, config: TrainConfig) -> Step:
+    """Builds the step of a request."""
     flags = {name: request[name] for name in ("te", "compile", "reshard", "float8", "graph", "whole", "experts")}
     step = training_step(config, context.rank, context.ranks, context.device, **flags)
-    if request["cudnn"]:
-        step = with_cudnn(step)
-    context.time_training(step, capture_graph if request["graph"] else None)
-    context.leave()
+    return with_cudnn(step) if request["cudnn"] else step
 
 
 def training_step(
@@ -78,7 +68,7 @@ def training_step(
         model = build_model(config.model, device, compile=compile and not whole, float8=float8, **options)
         # The backward needs the parameters of the root right after the forward.
         shard(model, reshard=False)
-        optimizer = adamw(model, config.optimizer, capturable=graph and device.type == "cuda")
+        optimizer = adamw(model.parameters(), config.optimizer, capturable=graph and device.type == "cuda")
     clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), config.optimizer.clip_norm)
     if graph:
         clip = make_replica_clip(model, config.optimizer.clip_norm, ranks)
@@ -87,18 +77,14 @@ def training_step(
     shape = config.input.batch_size, config.input.seq_len + 1
     rows_BS = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).reshape(ranks, -1, shape[1])[rank]
     tokens_BS = torch.tensor(rows_BS, device=device)
-    inputs_BT, labels_N = tokens_BS[:, :-1].contiguous(), tokens_BS[:, 1:].flatten()
-
-    def cross_entropy(logits_BTV: Tensor, labels_N: Tensor) -> Tensor:
-        return F.cross_entropy(logits_BTV.float().flatten(0, 1), labels_N)
-
+    inputs_BT, labels_BT = tokens_BS[:, :-1].contiguous(), tokens_BS[:, 1:].contiguous()
     loss_fn = torch.compile(cross_entropy) if compile else cross_entropy
 
     def forward() -> Tensor:
         if not config.model.moe.num_experts:
-            return loss_fn(model(inputs_BT), labels_N)
+            return loss_fn(model(inputs_BT), labels_BT)
         logits_BTV, balance = model(inputs_BT)
-        return loss_fn(logits_BTV, labels_N) + config.model.moe.balance_loss * balance
+        return loss_fn(logits_BTV, labels_BT) + config.model.moe.balance_loss * balance
 
     if te:
         forward = partial(model.loss, tokens_BS)
@@ -107,17 +93,9 @@ def training_step(
             model.loss(tokens_BS)  # creates the rotary table before compilation
         forward = partial(torch.compile(model.loss) if compile else model.loss, tokens_BS)
 
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = forward()
-        loss.backward()
-        clip()
-        optimizer.step()
-        if float8:
-            precompute_scales(model)
-        return loss.detach()
-
-    return step
+    if float8:
+        optimizer.register_step_post_hook(lambda *_: precompute_scales(model))
+    return make_step(forward, optimizer, clip)
 
 
 def build_te_model(
@@ -144,19 +122,6 @@ def precompute_scales(model: GPT) -> None:
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)
-
-
-def with_cudnn(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Returns a step that prefers the attention of cuDNN. Call it before the first step."""
-    # Its key lacks the backend: a compiled step would use the attention of an earlier process with another backend.
-    functorch_config.enable_autograd_cache = False
-    backends = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
-
-    def run() -> Tensor:
-        with sdpa_kernel([*backends], set_priority=True):
-            return step()
-
-    return run
 
 
 def build_model(
@@ -250,17 +215,5 @@ def make_replica_clip(model: GPT, norm: float, ranks: int) -> Callable[[], None]
     return clip
 
 
-def capture_graph(step: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-    """Captures a step with its all-reduce in a CUDA graph. The inputs keep their addresses."""
-    warm_up(step)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # The watchdog thread of NCCL queries events during the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
-    torch.cuda.empty_cache()
-    return graph
-
-
 if __name__ == "__main__":
-    main()
+    time_ranks(build)

@@ -7,12 +7,13 @@ import torch
 from torch import _grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
 from benchmarks.peers.protocol import answer, read_request, take_turns
+from benchmarks.peers.torch_run import device_name, own_device, wait
 
 
 def main() -> None:
     """Entry point of the candidate process."""
     request = read_request()
-    (M, K, N, G), device = request["shape"], "cuda" if torch.cuda.is_available() else "cpu"
+    (M, K, N, G), device = request["shape"], own_device()
     torch.manual_seed(0)
     x_MK, dy_MN, w_GKN = (torch.randn(shape, device=device).bfloat16() for shape in ((M, K), (M, N), (G, K, N)))
     ends_G = torch.tensor(request["groups"], device=device).cumsum(0).int()
@@ -29,8 +30,8 @@ def main() -> None:
     }
     for run in runs.values():
         run()
-    answer(device=torch.cuda.get_device_name() if device == "cuda" else "cpu")
-    take_turns(lambda timer: timer.each(runs, torch.cuda.synchronize if device == "cuda" else lambda: None))
+    answer(device=device_name())
+    take_turns(lambda timer: timer.each(runs, wait))
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.protocol import answer, read_request, take_turns
+from benchmarks.peers.protocol import read_request
 from benchmarks.peers.te_variant import is_te, parse_variant
-from benchmarks.peers.torch_gpt import init_parameters, rotary, warm_up
+from benchmarks.peers.torch_gpt import init_parameters, rotary
 from benchmarks.peers.torch_moe import Block, apply_blocks
+from benchmarks.peers.torch_run import capture, compiled, own_device, time_steps, warm_up
 from jgraph.train.config import TrainConfig
 from jgraph_models.gpt_config import GPTConfig
 
@@ -42,17 +43,16 @@ def main() -> None:
     """Entry point of the candidate process."""
     request = read_request()
     variant, config = request["variant"], TrainConfig.from_dict(request["config"])
-    model, on_gpu = config.model, torch.cuda.is_available()
+    model, device = config.model, own_device()  # the CPU has no CUDA graphs
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     dtype = getattr(torch, model.compute_dtype)
-    with torch.device("cuda" if on_gpu else "cpu"):  # the CPU is for tests, without CUDA graphs
+    with device:
         x_BTD, dy_BTD = (torch.randn(config.input.batch_size, config.input.seq_len, model.d_model).to(dtype) for _ in range(2))
         blocks, call, table = build_layers(variant, model, x_BTD)
     x_BTD.requires_grad_()
     parameters = [x_BTD, *blocks.parameters()]
-    if "compile" in variant:
-        call = torch.compile(call, mode="max-autotune-no-cudagraphs" if "max-autotune" in variant else None)
+    call = compiled(call, variant)
 
     def iteration() -> None:
         for tensor in parameters:
@@ -60,20 +60,11 @@ def main() -> None:
         y_BTD, balance = call(blocks, x_BTD, table)
         torch.autograd.backward((y_BTD, balance), (dy_BTD, torch.full_like(balance, model.moe.balance_loss)))
 
-    run: Any = iteration
-    if on_gpu:
+    if device.type == "cuda":
         warm_up(iteration)
-    if "CUDA graph" in variant:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            iteration()
-        run = graph.replay
-        torch.cuda.empty_cache()
+    run = capture(iteration).replay if "CUDA graph" in variant else iteration
     run()
-    answer(device=torch.cuda.get_device_name() if on_gpu else "cpu")
-    take_turns(lambda timer: timer.back_to_back(run, torch.cuda.synchronize if on_gpu else lambda: None))
-    if on_gpu:
-        answer(peak_bytes=torch.cuda.max_memory_allocated())
+    time_steps(run)
 
 
 if __name__ == "__main__":

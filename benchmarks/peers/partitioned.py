@@ -9,8 +9,6 @@ are sharded over the same ranks by `fully_shard`, or replicated. Model and step 
 """
 
 import contextlib
-import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,48 +30,34 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.peers.fsdp import build_model, make_sharder, with_cudnn
-from benchmarks.peers.ranks import RankContext
-from benchmarks.peers.torch_gpt import Block, adamw, linear, rotary
+from benchmarks.peers.fsdp import build_model, make_sharder
+from benchmarks.peers.ranks import RankContext, time_ranks
+from benchmarks.peers.torch_gpt import Block, adamw, cross_entropy, linear, rotary
+from benchmarks.peers.torch_run import Step, training_step, with_cudnn
+from benchmarks.rows import Row
 from jgraph.train.config import TrainConfig
 from jgraph_models.gpt import GPTConfig
 
 # B batch, T sequence, D model, H query heads, G key/value heads, K head size, N tokens, R gathered tokens, V vocabulary
 
-Step = Callable[[], Tensor]
 
-
-def main() -> None:
-    """Entry point of each rank."""
-    request = json.loads(sys.argv[1])
-    context = RankContext.join()
-    context.answer(device=f"{context.ranks} x {torch.cuda.get_device_name() if context.on_gpu else 'cpu'}")
-    config = TrainConfig.from_dict(request["config"])
+def build(context: RankContext, request: Row, config: TrainConfig, stack: contextlib.ExitStack) -> Step:
+    """Builds the step of a request."""
     mesh = init_device_mesh(context.device.type, (context.ranks,))
-    with contextlib.ExitStack() as stack:
-        if config.parallel.tp > 1:
-            flags = {name: request[name] for name in ("compile", "split", "pipelined")}
-            step = tensor_step(config, mesh, context.device, **flags)
-        else:
-            flags = {name: request[name] for name in ("compile", "params", "rotate")}
-            step = context_step(config, mesh, context.device, stack, **flags)
-        context.time_training(with_cudnn(step) if request["cudnn"] else step, None)
-        context.leave()
+    if config.parallel.tp > 1:
+        flags = {name: request[name] for name in ("compile", "split", "pipelined")}
+        step = tensor_step(config, mesh, context.device, **flags)
+    else:
+        flags = {name: request[name] for name in ("compile", "params", "rotate")}
+        step = context_step(config, mesh, context.device, stack, **flags)
+    return with_cudnn(step) if request["cudnn"] else step
 
 
-def training_step(model: nn.Module, config: TrainConfig, forward: Step) -> Step:
+def make_step(model: nn.Module, config: TrainConfig, forward: Step) -> Step:
     """Returns the training step: forward, backward, clipping by the global norm, and AdamW."""
-    optimizer, parameters = adamw(model, config.optimizer), list(model.parameters())
-
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = forward()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.clip_norm)
-        optimizer.step()
-        return loss.detach()
-
-    return step
+    parameters = list(model.parameters())
+    clip = partial(torch.nn.utils.clip_grad_norm_, parameters, config.optimizer.clip_norm)
+    return training_step(forward, adamw(parameters, config.optimizer), clip)
 
 
 def batch(config: TrainConfig, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -81,11 +65,6 @@ def batch(config: TrainConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     shape = config.input.batch_size, config.input.seq_len + 1
     tokens_BS = torch.tensor(np.random.default_rng(0).integers(0, config.model.vocab_size, shape), device=device)
     return tokens_BS[:, :-1].contiguous(), tokens_BS[:, 1:].contiguous()
-
-
-def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    """Computes the mean cross-entropy in float32."""
-    return F.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten())
 
 
 # --- Tensor parallelism ---
@@ -137,7 +116,7 @@ def tensor_step(
         logits_NV: Any = linear(x_BTD.flatten(0, 1), head_VD)
         return SplitCrossEntropy.apply(logits_NV.to_local(), labels_BT.flatten() - first, sums_fn, gradient_fn)
 
-    return training_step(model, config, forward)
+    return make_step(model, config, forward)
 
 
 def split_block(block: Any, config: GPTConfig, mesh: DeviceMesh, axis: int) -> None:
@@ -262,7 +241,7 @@ def context_step(
         torch._dynamo.config.optimize_ddp = False  # would split the compiled blocks at the buckets
         whole = DistributedDataParallel(model, gradient_as_bucket_view=True)
     loss_fn = torch.compile(cross_entropy) if compile else cross_entropy
-    return training_step(model, config, lambda: loss_fn(whole(inputs_BT), labels_BT))
+    return make_step(model, config, lambda: loss_fn(whole(inputs_BT), labels_BT))
 
 
 def around_attention(attend: Callable[..., Tensor], *, compile: bool) -> Callable[..., Tensor]:
@@ -297,4 +276,5 @@ def gathered_attention(mesh: DeviceMesh, positions_T: Tensor, q_BHTK: Tensor, k_
 
 
 if __name__ == "__main__":
-    main()
+    with contextlib.ExitStack() as stack:
+        time_ranks(partial(build, stack=stack))

@@ -14,35 +14,26 @@ words:
 """
 
 import importlib
-import json
-import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.peers.fsdp import with_cudnn
+from benchmarks.peers.fsdp import make_sharder
 from benchmarks.peers.peft_lora import build_model, checkpoint_layers, make_step
-from benchmarks.peers.ranks import RankContext
+from benchmarks.peers.ranks import RankContext, time_ranks
+from benchmarks.peers.torch_run import Step, with_cudnn
+from benchmarks.rows import Row
 from jgraph.train.config import TrainConfig
 
 WORDS = {"eager", "compile", "checkpointing", "reshard", "cudnn"}
 
 
-def main() -> None:
-    """Entry point of each rank."""
-    request = json.loads(sys.argv[1])
-    importlib.import_module("peft")  # takes seconds: before the wait for the start, in parallel with the other processes
-    context = RankContext.join()
-    context.answer(device=f"{context.ranks} x {torch.cuda.get_device_name() if context.on_gpu else 'cpu'}")
-    config, words = TrainConfig.from_dict(request["config"]), request["variant"].split()
-    _, step = training_step(config, context.rank, context.ranks, context.device, words)
-    context.time_training(step, None)
-    context.leave()
+def build(context: RankContext, request: Row, config: TrainConfig) -> Step:
+    """Builds the step of a request."""
+    return training_step(config, context.rank, context.ranks, context.device, request["variant"].split())[1]
 
 
 def training_step(
@@ -50,14 +41,8 @@ def training_step(
 ) -> tuple[Any, Callable[[], Tensor]]:
     """Builds the training step on a fixed batch. Returns the `peft.PeftModel` and the step."""
     assert WORDS.issuperset(words), f"the variant has words besides {', '.join(sorted(WORDS))}"
-    # A group may mix frozen bfloat16 with trained float32 parameters: all are gathered in `param_dtype`.
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, config.model.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    mesh = init_device_mesh(device.type, (ranks,))
-
-    def shard(part: nn.Module, *, reshard: bool) -> None:
-        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    # A group mixes frozen bfloat16 with trained float32 parameters: all are gathered in the compute dtype.
+    shard = make_sharder(config.model, device, ranks)
 
     def prepare(layer: nn.Module) -> None:
         if "compile" in words:  # collectives stay outside of the compiled code
@@ -80,4 +65,5 @@ def training_step(
 
 
 if __name__ == "__main__":
-    main()
+    importlib.import_module("peft")  # takes seconds: before the wait for the start, in parallel with the other processes
+    time_ranks(build)

@@ -6,14 +6,16 @@ The base model has random weights in bfloat16 and the sizes of the config. PEFT 
 computes them in bfloat16. Attention is PyTorch's scaled_dot_product_attention, and AdamW is fused.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.protocol import answer, read_request, take_turns
-from benchmarks.peers.torch_gpt import init_parameters, warm_up
+from benchmarks.peers.protocol import read_request
+from benchmarks.peers.torch_gpt import adamw, init_parameters
+from benchmarks.peers.torch_run import own_device, time_steps, training_step, warm_up
 from jgraph.train.config import TrainConfig
 from jgraph_models.hugging_face import HUGGING_FACE
 
@@ -61,21 +63,12 @@ def build_model(config: TrainConfig, device: torch.device, prepare: Callable[[nn
 
 def make_step(model: Any, config: TrainConfig, tokens_BT: Tensor, forward: Callable[..., Any]) -> Callable[[], Tensor]:
     """Returns a training step of the adapters on a fixed batch. `forward` is the model, or a compiled version of it."""
-    trained: Sequence[nn.Parameter] = [p for p in model.parameters() if p.requires_grad]
-    settings = config.optimizer
-    optimizer = torch.optim.AdamW(
-        trained, settings.learning_rate, (settings.beta1, settings.beta2), settings.eps, settings.weight_decay, fused=True
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return training_step(
+        lambda: forward(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss,
+        adamw(trained, config.optimizer),
+        partial(torch.nn.utils.clip_grad_norm_, trained, config.optimizer.clip_norm),
     )
-
-    def step() -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = forward(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, settings.clip_norm)
-        optimizer.step()
-        return loss.detach()
-
-    return step
 
 
 def checkpoint_layers(model: Any) -> None:
@@ -89,8 +82,7 @@ def main() -> None:
 
     request = read_request()
     variant, config = request["variant"], TrainConfig.from_dict(request["config"])
-    is_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if is_gpu else "cpu")
+    device = own_device()
     torch.set_float32_matmul_precision("high")
     model = build_model(config, device)
     if variant == "checkpointing":
@@ -108,11 +100,9 @@ def main() -> None:
     # Autocast casts the adapters. PEFT's own cast of their inputs to float32 would copy each input.
     with disable_input_dtype_casting(model, active=is_mixed):
         loss = float(step())
-        if is_gpu:
+        if device.type == "cuda":
             warm_up(step)
-        answer(device=torch.cuda.get_device_name() if is_gpu else "cpu", loss=loss)
-        take_turns(lambda timer: timer.back_to_back(step, torch.cuda.synchronize if is_gpu else lambda: None))
-        answer(peak_bytes=torch.cuda.max_memory_allocated() if is_gpu else 0)
+        time_steps(step, loss=loss)
 
 
 if __name__ == "__main__":

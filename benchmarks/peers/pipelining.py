@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 
 from benchmarks.peers.ranks import RankContext
-from benchmarks.peers.torch_gpt import Block, RMSNorm, linear, rotary
+from benchmarks.peers.torch_gpt import Block, RMSNorm, cross_entropy, init_parameters, linear, rotary
 from benchmarks.rows import gpt_config_from
 from jgraph_models.gpt import GPTConfig
 
@@ -78,8 +78,7 @@ class GPTStage(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(layers))
         self.norm = RMSNorm(config) if is_last else None
         self.head = nn.Parameter(torch.empty(shape)) if is_last else None
-        for p in self.parameters():
-            nn.init.normal_(p, std=0.02) if p.ndim > 1 else nn.init.ones_(p)
+        init_parameters(self.parameters())
         for name, table in zip(("cos", "sin"), rotary(config, length, torch.zeros(())), strict=True):
             self.register_buffer(name, table)
 
@@ -97,7 +96,6 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     context = RankContext.join()
     torch.manual_seed(context.rank)
-    context.answer(device=f"{context.ranks} x {torch.cuda.get_device_name() if context.on_gpu else 'cpu'}")
     step = pipeline_step(request["schedule"], request["compile"], request["size"], context)
     for _ in range(3):
         context.timed(step)
@@ -132,12 +130,9 @@ def gpt_job(size: dict[str, Any], num_stages: int, device: torch.device) -> Pipe
     def sample(width: int) -> Tensor:
         return torch.zeros(B, T, width, dtype=dtype, device=device).requires_grad_()
 
-    def loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        return F.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten())
-
     tokens_NS = torch.randint(0, config.vocab_size, (size["microbatches"] * B, T + 1), device=device)
     batch, target = tokens_NS[:, :-1].contiguous(), tokens_NS[:, 1:].contiguous()
-    return PipelineJob(module, batch[:B], sample(config.d_model), sample(config.vocab_size), batch, target, loss)
+    return PipelineJob(module, batch[:B], sample(config.d_model), sample(config.vocab_size), batch, target, cross_entropy)
 
 
 def pipeline_step(name: str, compile: bool, size: dict[str, Any], context: RankContext) -> Callable[[], None]:

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from benchmarks.harness import read_power_and_clock
 from benchmarks.peers.protocol import Timer, answer, wait_for_start
-
-Step = Callable[[], object]
+from benchmarks.peers.torch_run import Step, capture, device_name, wait, warm_up
+from benchmarks.rows import Row
+from jgraph.train.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class RankContext:
 
     @classmethod
     def join(cls) -> "RankContext":
-        """Initializes torch.distributed. Rank 0 first waits for the start line on stdin."""
+        """Initializes torch.distributed, and answers the device. Rank 0 first waits for the start line on stdin."""
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if rank == 0:
             wait_for_start()
@@ -50,7 +51,9 @@ class RankContext:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on one machine, and its host name may not resolve
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
         torch.set_float32_matmul_precision("high")
-        return cls(rank, ranks, device, dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
+        context = cls(rank, ranks, device, dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
+        context.answer(device=f"{ranks} x {device_name()}")
+        return context
 
     @property
     def on_gpu(self) -> bool:
@@ -88,10 +91,10 @@ class RankContext:
             watts, mhz = reading.result() or (None, None)
             self.answer(turn={"ms": statistics.median(times), "power_watts": watts, "sm_clock_mhz": mhz})
 
-    def time_training(self, step: Callable[[], torch.Tensor], capture: Callable[..., torch.cuda.CUDAGraph] | None) -> None:
+    def time_training(self, step: Callable[[], torch.Tensor], *, graph: bool) -> None:
         """Answers the first loss, as a mean over the ranks, measures once per turn, and answers the peak memory. Collective.
 
-        `capture` captures the step in a CUDA graph, which is timed instead.
+        `graph` times the step with its collectives in a CUDA graph.
         """
         if self.on_gpu:  # excludes the memory of the setup, which has unsharded arrays
             torch.cuda.empty_cache()
@@ -100,35 +103,34 @@ class RankContext:
         loss = step()
         dist.all_reduce(loss)
         self.answer(compile_s=time.perf_counter() - start, loss=loss.item() / self.ranks)
-        graph = capture(step) if capture and self.on_gpu else None
-        run = graph.replay if graph else step
+        captured = None
+        if graph and self.on_gpu:
+            warm_up(step)
+            torch.cuda.synchronize()
+            captured = capture(step, capture_error_mode="thread_local")  # the watchdog thread of NCCL queries events
+        run = captured.replay if captured else step
         self.timed(run, 2)
         self.take_turns(run, each=False)
         self.answer(peak_bytes=self.peak_bytes())
-        if graph:
-            graph.reset()  # NCCL cannot shut down while a graph holds its communicators
+        if captured:
+            captured.reset()  # NCCL cannot shut down while a graph holds its communicators
         dist.all_reduce(loss := step())
         if not loss.isfinite():
             raise FloatingPointError("the loss became non-finite")
-
-    def wait(self) -> None:
-        """Blocks until the GPU is idle."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
 
     def timed(self, step: Step, steps: int = 1) -> tuple[float, float]:
         """Times steps that start on all ranks together, in milliseconds per step. Collective.
 
         Returns the time until the slowest rank is done, and until its host has dispatched the steps.
         """
-        self.wait()
+        wait()
         dist.barrier()
-        self.wait()
+        wait()
         start = time.perf_counter()
         for _ in range(steps):
             step()
         host = time.perf_counter() - start
-        self.wait()
+        wait()
         ms, host_ms = (self.largest([time.perf_counter() - start, host]) * 1e3 / steps).tolist()
         return ms, host_ms
 
@@ -150,3 +152,12 @@ class RankContext:
         sys.stdout.flush()
         # os._exit, because torch 2.13 with gloo sometimes aborts a regular exit over a running thread.
         os._exit(0)
+
+
+def time_ranks(build: Callable[[RankContext, Row, TrainConfig], Callable[[], torch.Tensor]]) -> None:
+    """Times the training step that `build` makes from the request. Entry point of each rank."""
+    request = json.loads(sys.argv[1])
+    context = RankContext.join()
+    step = build(context, request, TrainConfig.from_dict(request["config"]))
+    context.time_training(step, graph=request.get("graph", False))
+    context.leave()

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from benchmarks.peers import torch_gpt, torch_moe
-from benchmarks.peers.protocol import answer, read_request, take_turns
+from benchmarks.peers.protocol import answer, read_request
 from benchmarks.peers.te_variant import is_te, parse_variant
-from benchmarks.peers.torch_gpt import adamw, to_float8, warm_up
+from benchmarks.peers.torch_gpt import adamw, to_float8
+from benchmarks.peers.torch_run import capture, compiled, time_steps, warm_up
 from jgraph.train.config import TrainConfig
 
 
@@ -22,7 +23,7 @@ def build_model(variant: str, config: TrainConfig) -> tuple[Any, torch.optim.Opt
     """Creates the model and the optimizer of a variant on the default device."""
     if not is_te(variant):
         model = (torch_moe.GPT if config.model.moe.num_experts else torch_gpt.GPT)(config.model)
-        return model, adamw(model, config.optimizer, capturable=True)
+        return model, adamw(model.parameters(), config.optimizer, capturable=True)
     chosen = parse_variant(variant)
     from benchmarks.peers import te_gpt, te_layers, te_moe  # optional dependency
 
@@ -37,9 +38,7 @@ def make_step(
     variant: str, config: TrainConfig, model: Any, optimizer: torch.optim.Optimizer, tokens_BS: torch.Tensor
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
     """Compiles or captures the training step of a variant, and warms it up. Returns it with a dict of its latest `loss`."""
-    # No CUDA graphs of Inductor: they copy the inputs. The whole step is captured below.
-    mode = "max-autotune-no-cudagraphs" if "max-autotune" in variant else None
-    loss_fn = torch.compile(model.loss, mode=mode) if "compile" in variant else model.loss
+    loss_fn = compiled(model.loss, variant)
     latest: dict[str, Any] = {}
 
     def gradients() -> None:
@@ -55,10 +54,8 @@ def make_step(
     warm_up(step)
     if "CUDA graph" not in variant:
         return step, latest
-    graph, is_whole = torch.cuda.CUDAGraph(), "fp8-params" not in variant
-    with torch.cuda.graph(graph):
-        (step if is_whole else gradients)()
-    torch.cuda.empty_cache()  # frees the memory of the eager steps; the graph has its own pool
+    is_whole = "fp8-params" not in variant
+    graph = capture(step if is_whole else gradients)
     return graph.replay if is_whole else lambda: (graph.replay(), optimizer.step()), latest
 
 
@@ -76,9 +73,8 @@ def main() -> None:
     if "float8" in variant:
         to_float8(model.blocks, variant.split()[2])
     run, latest = make_step(variant, config, model, optimizer, tokens_BS)
-    answer(device=torch.cuda.get_device_name())
-    take_turns(lambda timer: timer.back_to_back(run, torch.cuda.synchronize))
-    answer(loss=float(latest["loss"]), peak_bytes=torch.cuda.max_memory_allocated())
+    time_steps(run)
+    answer(loss=float(latest["loss"]))
 
 
 if __name__ == "__main__":

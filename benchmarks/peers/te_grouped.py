@@ -21,7 +21,7 @@ from benchmarks.peers.protocol import Run, Timer, answer, read_request, take_tur
 from benchmarks.peers.te_layers import autocast, make_recipe
 from benchmarks.peers.te_library import get_align_size_for_quantization, is_module_grouped_tensor_path_supported, te
 from benchmarks.peers.te_variant import parse_variant
-from benchmarks.peers.torch_gpt import warm_up
+from benchmarks.peers.torch_run import capture, device_name, wait, warm_up
 
 # M rows, G groups, K and N dimensions of the matrix of a group
 
@@ -64,12 +64,7 @@ def grouped_runs(request: dict[str, Any]) -> dict[str, Run]:
     runs: dict[str, Run] = {}
     for name, step in steps.items():
         warm_up(step)
-        runs[name] = step
-        if variant.graph == "step":
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
-            runs[name] = graph.replay
+        runs[name] = capture(step).replay if variant.graph == "step" else step
     return runs
 
 
@@ -78,10 +73,10 @@ def main() -> None:
     request = read_request()
     torch.manual_seed(0)
     runs = grouped_runs(request)
-    answer(device=torch.cuda.get_device_name())
+    answer(device=device_name())
 
     def measure(timer: Timer) -> dict[str, Any]:
-        timed = timer.each(runs, torch.cuda.synchronize)
+        timed = timer.each(runs, wait)
         forward_ms = timed["forward_ms"]
         legs = {f"{name}_ms": timed[f"{name}_ms"] - (forward_ms if name != "forward" else 0.0) for name in runs}
         return legs | {"ms": sum(legs.values()), "power_watts": timed["power_watts"]}

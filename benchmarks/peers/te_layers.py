@@ -126,13 +126,10 @@ def make_optimizer(
     FusedAdam cannot update FP8 parameters in a CUDA graph.
     """
     if variant.params == "float32":
-        return torch_gpt.adamw(model, config, capturable=capturable)
+        return torch_gpt.adamw(model.parameters(), config, capturable=capturable)
     optimizer = FusedAdam(
         model.parameters(),
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
+        **torch_gpt.adamw_options(config),
         adam_w_mode=True,
         capturable=capturable and variant.params == "bfloat16",
         master_weights=True,

@@ -25,6 +25,7 @@ from benchmarks.peers.te_library import (
     te,
 )
 from benchmarks.peers.te_variant import TEVariant
+from benchmarks.peers.torch_moe import apply_blocks
 from jgraph.moe.config import MoEConfig
 from jgraph_models.gpt_config import GPTConfig
 
@@ -128,15 +129,6 @@ class MoE(nn.Module):
         rows_MD = self.down(self.activation(self.up(rows_MD, splits_E)), splits_E)
         y_ND = te.moe_unpermute(rows_MD, order, merging_probs=weights_NE, restore_shape=x_ND.shape, pad_offsets=offsets_E)
         return y_ND.view_as(x_BTD), balance
-
-
-def apply_blocks(blocks: nn.ModuleList, x_BTD: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the residual stream after all blocks and the sum of their balance losses."""
-    total = torch.zeros((), device=x_BTD.device)
-    for block in blocks:
-        x_BTD, balance = block(x_BTD, rotary_pos_emb=angles)
-        total = total + balance
-    return x_BTD, total
 
 
 def graph_attention(blocks: nn.ModuleList, x_BTD: Tensor, angles: Tensor, recipe: Any) -> None:

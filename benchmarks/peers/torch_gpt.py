@@ -7,7 +7,7 @@ in `compute_dtype`, and float32 for norm statistics, softmax and loss. `.double(
 # B batch, T sequence, S = T + 1, D model, H query heads, G key/value heads, K head size, V vocabulary
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -171,7 +171,7 @@ def rotary_angles(config: GPTConfig, length: int, device: torch.device | str, dt
 
 
 def rotate(x_BTHK: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
-    """Applies the rotary embedding, in the dtype of its table."""
+    """Applies the rotary embedding in the dtype of its table. Returns the dtype of the input."""
     cos_TK, sin_TK = (a[:, None, :] for a in rotary_TK)
     a, b = x_BTHK.to(cos_TK.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos_TK - b * sin_TK, b * cos_TK + a * sin_TK], dim=-1).to(x_BTHK.dtype)
@@ -184,24 +184,12 @@ def to_float8(blocks: nn.Module, recipe: str, **options: Any) -> None:
     convert_to_float8_training(blocks, config=replace(Float8LinearConfig.from_recipe_name(recipe), **options))
 
 
-def adamw(model: nn.Module, config: OptimizerConfig, *, capturable: bool = False) -> torch.optim.Optimizer:
+def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
+    """Returns the hyperparameters as arguments of AdamW."""
+    betas = config.beta1, config.beta2
+    return {"lr": config.learning_rate, "betas": betas, "eps": config.eps, "weight_decay": config.weight_decay}
+
+
+def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, capturable: bool = False) -> torch.optim.Optimizer:
     """Creates the fused AdamW of PyTorch. `capturable` keeps the step count on the GPU, for a CUDA graph of the update."""
-    return torch.optim.AdamW(
-        model.parameters(),
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-        capturable=capturable,
-    )
-
-
-def warm_up(step: Callable[[], Any]) -> None:
-    """Runs a step four times on a side stream, so that a later CUDA graph capture allocates no persistent state."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(4):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
+    return torch.optim.AdamW(parameters, fused=True, capturable=capturable, **adamw_options(config))

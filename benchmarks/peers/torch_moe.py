@@ -175,10 +175,10 @@ class PermuteRows(torch.autograd.Function):
         return dy_MD[order_M], None, None
 
 
-def apply_blocks(blocks: Any, x_BTD: Tensor, rotary_TK: Rotary) -> tuple[Tensor, Tensor]:
+def apply_blocks(blocks: Any, x_BTD: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
     """Returns the residual stream after all blocks and the sum of their balance losses."""
     total = x_BTD.new_zeros((), dtype=torch.promote_types(x_BTD.dtype, torch.float32))
     for block in blocks:
-        x_BTD, balance = block(x_BTD, rotary_TK)
+        x_BTD, balance = block(x_BTD, rotary)
         total = total + balance
     return x_BTD, total

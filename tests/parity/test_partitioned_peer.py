@@ -46,7 +46,7 @@ def reference_losses(model: GPTConfig) -> list[float]:
     config, device = config_of(model), torch.device("cpu")
     inputs_BT, labels_BT = partitioned.batch(config, device)
     gpt = build_model(model, device, compile=False, float8=False, shard=lambda block: None)
-    step = partitioned.training_step(gpt, config, lambda: partitioned.cross_entropy(gpt(inputs_BT), labels_BT))
+    step = partitioned.make_step(gpt, config, lambda: partitioned.cross_entropy(gpt(inputs_BT), labels_BT))
     return [step().item() for _ in range(STEPS)]
 
 
