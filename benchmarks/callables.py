@@ -10,7 +10,7 @@ from typing import Literal
 
 from benchmarks.rows import Row, fastest, ratio, row_name, spread
 from benchmarks.runner import Benchmark, SoakOptions, Work
-from benchmarks.tables import Section, number
+from benchmarks.tables import Section, number, teraflops
 from benchmarks.turns import Candidate
 from benchmarks.works import MLPSize, torch_pipeline
 
@@ -110,7 +110,7 @@ def section(work: str, result: Row) -> Section:
             "fastest, slowest, ms": spread,
             "step / fastest torch": lambda row: ratio(row, peer),
             "host, ms": number("host_ms"),
-            "TFLOP/s per GPU": lambda row: f"{flops / ranks / row['ms'] / 1e9:.0f}",
+            "TFLOP/s per GPU": teraflops(flops / ranks),
             "loss": number("loss", ".6g"),
         },
         notes="The host waits after every step. jgraph accumulates gradients in float32, torch in bfloat16.",

@@ -20,9 +20,9 @@ from flax import nnx
 import jgraph
 from benchmarks.peers.protocol import answer, read_request, take_turns
 from benchmarks.programs.step import first_devices
-from benchmarks.rows import Row, gpt_config_from, ratio, row_name, spread
+from benchmarks.rows import Row, gpt_config_from, row_name, spread
 from benchmarks.runner import Benchmark, Options, Work
-from benchmarks.tables import COLUMNS, Section, number
+from benchmarks.tables import Section, against_first, columns, number
 from benchmarks.turns import Candidate
 from benchmarks.works import TINY
 from jgraph.device import find
@@ -105,8 +105,7 @@ def time_generation(request: Row) -> None:
 
 def section(name: str, result: Row) -> Section:
     """Returns the table layout of a work."""
-    rows, size = result["rows"], result["size"]
-    ours = rows[0] if rows else {}
+    size = result["size"]
 
     def share_of_bound(row: Row) -> str:
         device = find(row.get("device", ""))
@@ -120,8 +119,8 @@ def section(name: str, result: Row) -> Section:
             "fastest, slowest, ms": spread,
             "tokens/s": lambda row: f"{1e3 / row['ms']:.0f}",
             "lower bound / time": share_of_bound,
-            "time / jgraph": lambda row: ratio(row, ours),
-            **{name: COLUMNS[name] for name in ("power, W", "clock, MHz")},
+            "time / jgraph": against_first(result),
+            **columns("power, W", "clock, MHz"),
         },
     )
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks import single_gpu
-from benchmarks.rows import Row, ratio, row_name, spread
+from benchmarks.rows import Row
 from benchmarks.runner import Benchmark, TraceOptions, Work
-from benchmarks.tables import COLUMNS, Section, number
+from benchmarks.tables import Section, against_first, step_section, tokens_per_second
 from benchmarks.turns import Candidate
-from benchmarks.works import preset_config
+from benchmarks.works import preset_config, torch_ranks
 from jgraph.train.config import LoRAConfig, TrainConfig
 
 VARIANTS = ("jgraph", "jgraph fp8=delayed:e4m3", "jgraph remat=layer", "peft eager", "peft compile", "peft checkpointing")
@@ -62,28 +62,17 @@ def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candi
         return single_gpu.candidate(variant, config, options)
     row, ranks = {"system": "torch", "variant": variant}, config.parallel.shards
     request = {"variant": settings, "config": config.to_dict()}
-    gpus = ranks if options.sizes == "full" else 0
     if ranks > 1:
-        return Candidate(row, "benchmarks.peers.peft_fsdp", request, ranks=ranks, gpus=gpus)
-    return Candidate(row, "benchmarks.peers.peft_lora", request, gpus=gpus)
+        return torch_ranks(row, "benchmarks.peers.peft_fsdp", request, ranks, options)
+    return Candidate(row, "benchmarks.peers.peft_lora", request, gpus=int(options.sizes == "full"))
 
 
 def section(name: str, result: Row) -> Section:
     """Returns the table layout of a work."""
-    config, rows = result["config"], result["rows"]
-    tokens, ours = config["batch_size"] * config["seq_len"], rows[0] if rows else {}
-    return Section(
-        f"{name}, LoRA of rank {config['lora']['rank']}" + f", {result['ranks']} ranks" * (result["ranks"] > 1),
-        {
-            "variant": row_name,
-            "median step, ms": number("ms", ".3f"),
-            "fastest, slowest, ms": spread,
-            "tokens/s": lambda row: f"{tokens / row['ms'] * 1e3:,.0f}",
-            "time / jgraph": lambda row: ratio(row, ours),
-            **{name: COLUMNS[name] for name in ("peak memory, GB", "power, W", "clock, MHz")},
-        },
-        notes=ours.get("capture") or "",
-    )
+    config = result["config"]
+    cells = {"tokens/s": tokens_per_second(config["batch_size"] * config["seq_len"]), "time / jgraph": against_first(result)}
+    ranks = f", {result['ranks']} ranks" if result["ranks"] > 1 else ""
+    return step_section(f"{name}, LoRA of rank {config['lora']['rank']}{ranks}", result, cells)
 
 
 BENCHMARK = Benchmark("Fine-tuning with LoRA", __doc__, Options, works, section)

@@ -14,16 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import jax
-import tyro
-
-from benchmarks.harness import count_gpus
 from benchmarks.peers.te_variant import is_te, parse_sharded_variant
 from benchmarks.rows import PLACEMENTS, Row, fastest, is_comparable, placement, ratio, row_name, spread, step_flops
-from benchmarks.runner import Benchmark, MultiGPUOptions, SoakOptions, TraceOptions, Work
+from benchmarks.runner import Benchmark, MultiGPUOptions, SoakOptions, VariantOptions, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Candidate
-from benchmarks.works import jgraph_step, preset_config, vary
+from benchmarks.works import jgraph_step, preset_config, torch_ranks, vary, with_options
 from jgraph.train.config import TrainConfig
 
 WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b", "llama3-8b", "gpt-moe", "qwen3-30b-a3b"]
@@ -50,7 +46,7 @@ NOTES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(MultiGPUOptions, SoakOptions, TraceOptions):
+class Options(MultiGPUOptions, SoakOptions, VariantOptions):
     """Flags of the benchmark."""
 
     work: tuple[WorkName, ...] = ("gpt-1b3", "gpt-7b")
@@ -64,10 +60,6 @@ class Options(MultiGPUOptions, SoakOptions, TraceOptions):
     model and captures the step in one CUDA graph; `:whole:graph` also compiles the model as a whole. `:experts` uses expert
     parallelism. `te RECIPE` has blocks of Transformer Engine (`benchmarks/peers/te_variant.py`), optionally with `:reshard`,
     or with `:graph` and float32 parameters. Pass the flag without values to skip PyTorch."""
-    first: str = ""
-    """jgraph variant that runs in every round. Default: the preset."""
-    variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A further jgraph variant, NAME=VALUE[ NAME=VALUE ...], with the settings of `benchmarks.works.vary`. May be repeated."""
     sequences: int = 0
     """Sequences per GPU and step. 0 uses the default of the work."""
     one_gpu: Literal["yes", "no"] = "yes"
@@ -76,11 +68,10 @@ class Options(MultiGPUOptions, SoakOptions, TraceOptions):
 
 def works(options: Options) -> Iterator[Work]:
     """Yields the works. Variants that reshard parameters are timed in rounds of their own."""
-    ranks = options.ranks or count_gpus() or len(jax.devices())
+    ranks = options.num_ranks
     for work in options.work:
         config = config_of(work, ranks, options)
-        variants = dict.fromkeys((options.first, "", *options.variant))
-        candidates = [jgraph_candidate("jgraph", vary(config, variant), variant, options) for variant in variants]
+        candidates = [jgraph_candidate("jgraph", vary(config, variant), variant, options) for variant in options.variants]
         if work in FIT_ON_ONE_GPU and options.one_gpu == "yes" and ranks > 1:
             candidates += [
                 jgraph_candidate("one GPU", config.changed(fsdp=1, batch_size=config.input.batch_size // ranks), "", options)
@@ -113,18 +104,10 @@ def torch_candidate(peer: str, config: TrainConfig, options: Options) -> Candida
         if suffixes not in allowed or config.model.moe.num_experts:
             reason = "needs a dense work, and takes the suffix :reshard, or :graph with float32 parameters"
             raise SystemExit(f"--peers has {peer!r}: Transformer Engine {reason}")
-    return Candidate(
-        {"system": "torch", "variant": peer, "ranks": config.parallel.shards},
-        "benchmarks.peers.fsdp",
-        {
-            "config": config.to_dict(),
-            "te": mode if is_te(mode) else "",
-            "compile": mode == "compile",
-            **{name: name in suffixes for name in ("reshard", "float8", "cudnn", "graph", "whole", "experts")},
-        },
-        ranks=config.parallel.shards,
-        gpus=0 if options.sizes == "tiny" else config.parallel.shards,
-    )
+    ranks = config.parallel.shards
+    request = {"config": config.to_dict(), "te": mode if is_te(mode) else "", "compile": mode == "compile"}
+    request |= {name: name in suffixes for name in ("reshard", "float8", "cudnn", "graph", "whole", "experts")}
+    return torch_ranks({"system": "torch", "variant": peer, "ranks": ranks}, "benchmarks.peers.fsdp", request, ranks, options)
 
 
 def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
@@ -132,12 +115,7 @@ def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
     config = preset_config(work, options)
     if options.sizes == "full" and work in LAYERS:
         config = config.changed(model=replace(config.model, num_layers=LAYERS[work]))
-    return config.changed(
-        batch_size=ranks * (options.sequences or SEQUENCES[work]),
-        fsdp=ranks,
-        graph=options.graph,
-        xla_options=(*config.compile.xla_options, *options.xla_option),
-    )
+    return with_options(config.changed(batch_size=ranks * (options.sequences or SEQUENCES[work]), fsdp=ranks), options)
 
 
 def section(work: str, result: Row) -> Section:

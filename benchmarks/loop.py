@@ -29,9 +29,9 @@ from jax import Array
 import jgraph
 from benchmarks.peers.plain_jax import plain_step
 from benchmarks.programs.step import tokens_of
-from benchmarks.rows import Row, ratio, row_name, spread
+from benchmarks.rows import Row, row_name, spread
 from benchmarks.runner import Benchmark, Options, Work
-from benchmarks.tables import Section, number
+from benchmarks.tables import Section, against_first, number
 from benchmarks.works import preset_config
 from jgraph.train.config import TrainConfig
 from jgraph.train.optimizer import learning_rate
@@ -62,13 +62,7 @@ class LoopOptions(Options):
 
 
 class Programs:
-    """The programs of the comparisons, from the same parameters and the same batch.
-
-    Args:
-        config: Config of the run.
-        plain: Variant of plain JAX.
-        xla_options: XLA options of README's step.
-    """
+    """The programs of the comparisons, from the same parameters and the same batch."""
 
     def __init__(self, config: TrainConfig, plain: str, xla_options: tuple[str, ...]):
         self.config = config
@@ -161,12 +155,11 @@ def row(measured: jgraph.Measurement) -> Row:
 
 def section(name: str, result: Row) -> Section:
     """Returns the table layout of a comparison."""
-    first = result["rows"][0] if result["rows"] else {}
     columns = {
         "program": row_name,
         "step, ms": number("ms", ".4f"),
         "fastest, slowest, ms": spread,
-        "time / first": lambda row: ratio(row, first),
+        "time / first": against_first(result),
         "host, ms": number("host_ms", ".3f"),
         "difference of the results": lambda row: row.get("difference", ""),
     }

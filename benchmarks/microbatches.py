@@ -22,7 +22,7 @@ import jax
 from benchmarks.programs.step import tokens_of
 from benchmarks.rows import Row, row_name, spread
 from benchmarks.runner import Benchmark, Options, Work
-from benchmarks.tables import COLUMNS, Section, number
+from benchmarks.tables import Section, columns, number
 from benchmarks.turns import log
 from benchmarks.works import preset_config
 from jgraph.strategies._accumulate import MicrobatchFunction, accumulate
@@ -118,8 +118,8 @@ def timed(found: list[tuple[Row, TrainSetup, Any]], config: TrainConfig, options
 
 def section(name: str, result: Row) -> Section:
     """Returns the table layout of a work."""
-    columns = {"microbatches": row_name, "step, ms": number("ms", ".3f"), "fastest, slowest, ms": spread}
-    return Section(name, columns | {"temporary buffers, GB": COLUMNS["temporary buffers, GB"]})
+    cells = {"microbatches": row_name, "step, ms": number("ms", ".3f"), "fastest, slowest, ms": spread}
+    return Section(name, cells | columns("temporary buffers, GB"))
 
 
 BENCHMARK = Benchmark("Microbatches of a step", __doc__, MicrobatchOptions, works, section)

@@ -13,12 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import tyro
-
 from benchmarks import single_gpu
-from benchmarks.rows import Row, ratio, row_name, spread, step_flops
-from benchmarks.runner import Benchmark, SoakOptions, TraceOptions, Work
-from benchmarks.tables import COLUMNS, Section, mfu, number
+from benchmarks.rows import Row, step_flops
+from benchmarks.runner import Benchmark, SoakOptions, VariantOptions, Work
+from benchmarks.tables import Section, against_first, mfu, step_section, teraflops, tokens_per_second
 from benchmarks.turns import Candidate
 from benchmarks.works import preset_config
 from jgraph.train.config import TrainConfig
@@ -30,7 +28,7 @@ TINY = {"num_experts": 4, "experts_per_token": 2, "d_ff": 32}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(SoakOptions, TraceOptions):
+class Options(SoakOptions, VariantOptions):
     """Flags of the benchmark."""
 
     work: tuple[WorkName, ...] = ("gpt-moe", "qwen3-30b-a3b-layers")
@@ -38,15 +36,13 @@ class Options(SoakOptions, TraceOptions):
     peers: tuple[str, ...] = ("compile", "compile + CUDA graph", "CUDA graph", "eager", *ENGINE)
     """PyTorch variants: `eager` or `compile`, `max-autotune`, and `+ CUDA graph` to capture the whole step. Variants of
     Transformer Engine: `te RECIPE` (`benchmarks/peers/te_variant.py`)."""
-    variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A further jgraph variant, NAME=VALUE[ NAME=VALUE ...], with the settings of `benchmarks.works.vary`. May be repeated."""
 
 
 def works(options: Options) -> Iterator[Work]:
     """Yields the selected works."""
     for work in options.work:
         config = config_of(work, options)
-        variants = [f"jgraph {variant}".strip() for variant in dict.fromkeys(("", *options.variant))]
+        variants = [f"jgraph {variant}".strip() for variant in options.variants]
         candidates = [
             single_gpu.candidate(variant, config, options)
             for variant in (*variants, *(f"torch {peer}" for peer in options.peers))
@@ -85,23 +81,11 @@ def flops(config: Row, *, head: bool) -> float:
 
 def section(name: str, result: Row) -> Section:
     """Returns the table layout of a work."""
-    config, rows = result["config"], result["rows"]
+    config = result["config"]
     tokens, total = config["batch_size"] * config["seq_len"], flops(config, head=not name.endswith(LAYERS))
-    ours = rows[0] if rows else {}
-    return Section(
-        f"{name}, {config['batch_size']}x{config['seq_len']} tokens",
-        {
-            "variant": row_name,
-            "median step, ms": number("ms", ".3f"),
-            "fastest, slowest, ms": spread,
-            "tokens/s": lambda row: f"{tokens / row['ms'] * 1e3:,.0f}",
-            "TFLOP/s": lambda row: f"{total / row['ms'] / 1e9:.0f}",
-            "MFU": mfu(total),
-            "time / jgraph": lambda row: ratio(row, ours),
-            **{name: COLUMNS[name] for name in ("peak memory, GB", "power, W", "clock, MHz")},
-        },
-        notes=ours.get("capture") or "",
-    )
+    cells = {"tokens/s": tokens_per_second(tokens), "TFLOP/s": teraflops(total), "MFU": mfu(total)}
+    cells |= {"time / jgraph": against_first(result)}
+    return step_section(f"{name}, {config['batch_size']}x{config['seq_len']} tokens", result, cells)
 
 
 BENCHMARK = Benchmark("Mixtures of experts on one GPU", __doc__, Options, works, section)

@@ -14,12 +14,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-import jax
-
-from benchmarks.harness import count_gpus
 from benchmarks.rows import Row, fastest, ratio, spread
 from benchmarks.runner import Benchmark, MultiGPUOptions, Work
-from benchmarks.tables import COLUMNS, Section, number
+from benchmarks.tables import Section, columns, number, teraflops
 from benchmarks.turns import Candidate
 from benchmarks.works import Size, pipeline_sizes, size_from_dict, torch_pipeline
 
@@ -55,7 +52,7 @@ class Options(MultiGPUOptions):
 
 def works(options: Options) -> Iterator[Work]:
     """Yields the selected works."""
-    ranks = options.ranks or count_gpus() or len(jax.devices())
+    ranks = options.num_ranks
     for work in options.work:
         size = pipeline_sizes(options.sizes, ranks)[work]
         ours = [jgraph_candidate(schedule, size, ranks, options) for schedule in options.schedules]
@@ -133,11 +130,8 @@ def section(work: str, result: Row) -> Section:
             "back to back, ms": number("stream_ms"),
             "host, ms": number("host_ms"),
             "step / lower bound": overhead,
-            "TFLOP/s per GPU": lambda row: f"{size.flops / ranks / row['ms'] / 1e9:.0f}",
-            **{
-                name: COLUMNS[name]
-                for name in ("peak memory, GB", "temporary buffers, GB", "compilation, s", "graph launches, updates")
-            },
+            "TFLOP/s per GPU": teraflops(size.flops / ranks),
+            **columns("peak memory, GB", "temporary buffers, GB", "compilation, s", "graph launches, updates"),
             "loss": number("loss", ".6g"),
         },
         facts=f", graph {options['graph']}, remat {options['remat']}, XLA options: {' '.join(options['xla_option']) or 'none'}",

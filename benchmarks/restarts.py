@@ -84,13 +84,7 @@ def rows_of(part: str, options: RestartOptions) -> Iterator[Row]:
 
 @dataclass
 class Runs:
-    """Runs of one preset, which share a compile cache.
-
-    Attributes:
-        folder: Their run directories, and the cache.
-        options: Flags of the benchmark.
-        steps: Steps of each run.
-    """
+    """Runs of one preset with the same number of steps. Their run directories and a shared compile cache are in `folder`."""
 
     folder: Path
     options: RestartOptions

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import tyro
 
 import benchmarks
+from benchmarks.harness import count_gpus
 from benchmarks.rows import Row, unknown_keys
 from benchmarks.tables import Section, comparison, markdown, number
 from benchmarks.turns import Candidate, TimingOptions, race, run_once
@@ -68,6 +69,21 @@ class TraceOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class VariantOptions(TraceOptions):
+    """Flags of benchmarks that time a training step in variants of jgraph."""
+
+    first: str = ""
+    """jgraph variant that runs in every round. Default: the preset."""
+    variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A further jgraph variant, NAME=VALUE[ NAME=VALUE ...], with the settings of `benchmarks.works.vary`. May be repeated."""
+
+    @property
+    def variants(self) -> list[str]:
+        """The jgraph variants, in the order of their rows."""
+        return list(dict.fromkeys((self.first, "", *self.variant)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class SoakOptions(Options):
     """Flags of benchmarks that can run a soak: many steps, watched for hangs and memory growth."""
 
@@ -89,6 +105,13 @@ class MultiGPUOptions(Options):
     """CUDA graph capture, like `--graph` of `python -m jgraph.train`."""
     xla_option: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """XLA option NAME=VALUE for all jgraph programs. May be repeated."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of GPUs, or of fake CPU devices."""
+        import jax  # here, because it takes a second
+
+        return self.ranks or count_gpus() or len(jax.devices())
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.peers import plain_jax
-from benchmarks.rows import Row, ratio, row_name, spread, step_flops
+from benchmarks.rows import Row, step_flops
 from benchmarks.runner import Benchmark, TraceOptions, Work
-from benchmarks.tables import COLUMNS, Section, mfu, number
+from benchmarks.tables import Section, against_first, mfu, number, step_section, teraflops
 from benchmarks.turns import Candidate
 from benchmarks.works import jgraph_step, preset_config, vary
 from jgraph.train.config import TrainConfig
@@ -60,23 +60,12 @@ def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candi
 
 def section(name: str, result: Row) -> Section:
     """Returns the table layout of a work."""
-    config, rows = result["config"], result["rows"]
-    ours, flops = rows[0] if rows else {}, step_flops(config)
-
-    return Section(
-        f"{name}, {config['batch_size']}x{config['seq_len']} tokens",
-        {
-            "variant": row_name,
-            "median step, ms": number("ms", ".3f"),
-            "fastest, slowest, ms": spread,
-            "time / jgraph": lambda row: ratio(row, ours),
-            "TFLOP/s": lambda row: f"{flops / row['ms'] / 1e9:.0f}",
-            "MFU": mfu(flops),
-            **(SIZE if any("kernels" in row for row in rows) else {}),  # results before 2026-11-24 do not have it
-            **{name: COLUMNS[name] for name in ("peak memory, GB", "power, W", "clock, MHz")},
-        },
-        notes=ours.get("capture") or "",
-    )
+    config = result["config"]
+    flops = step_flops(config)
+    cells = {"time / jgraph": against_first(result), "TFLOP/s": teraflops(flops), "MFU": mfu(flops)}
+    if any("kernels" in row for row in result["rows"]):  # results before 2026-11-24 do not have it
+        cells |= SIZE
+    return step_section(f"{name}, {config['batch_size']}x{config['seq_len']} tokens", result, cells)
 
 
 BENCHMARK = Benchmark("One training step on one GPU", __doc__, Options, works, section)

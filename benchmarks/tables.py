@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.rows import PLACEMENTS, WITHIN, Row, fastest, is_comparable, placement, ratio, ratios, verdict
+from benchmarks.rows import PLACEMENTS, WITHIN, Row, fastest, is_comparable, placement, ratio, ratios, row_name, spread, verdict
 from jgraph.device import peak_flops
 
 Cell = Callable[[Row], str]
@@ -70,6 +70,16 @@ def mfu(flops: float) -> Cell:
     return cell
 
 
+def tokens_per_second(tokens: int) -> Cell:
+    """Makes a cell with the tokens per second of a step of `tokens`."""
+    return lambda row: f"{tokens / row['ms'] * 1e3:,.0f}"
+
+
+def teraflops(flops: float) -> Cell:
+    """Makes a cell with the rate of a step of `flops`."""
+    return lambda row: f"{flops / row['ms'] / 1e9:.0f}"
+
+
 # Columns that several benchmarks share.
 COLUMNS: dict[str, Cell] = {
     "peak memory, GB": number("peak_bytes", scale=1e-9),
@@ -79,6 +89,25 @@ COLUMNS: dict[str, Cell] = {
     "power, W": number("power_watts", ".0f"),
     "clock, MHz": number("sm_clock_mhz", ".0f"),
 }
+
+
+def columns(*names: str) -> dict[str, Cell]:
+    """Returns some of `COLUMNS`, in this order."""
+    return {name: COLUMNS[name] for name in names}
+
+
+def step_section(title: str, result: Row, cells: dict[str, Cell]) -> Section:
+    """Returns the layout of the table of a training step on one GPU, with `cells` between its time and its memory."""
+    ours = result["rows"][0] if result["rows"] else {}
+    times = {"variant": row_name, "median step, ms": number("ms", ".3f"), "fastest, slowest, ms": spread}
+    measured = columns("peak memory, GB", "power, W", "clock, MHz")
+    return Section(title, times | cells | measured, notes=ours.get("capture") or "")
+
+
+def against_first(result: Row) -> Cell:
+    """Makes a cell with the time of a row over the time of the first row."""
+    ours = result["rows"][0] if result["rows"] else {}
+    return lambda row: ratio(row, ours)
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

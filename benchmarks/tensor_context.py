@@ -11,15 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import jax
-import tyro
-
-from benchmarks.harness import count_gpus
 from benchmarks.rows import Row, fastest, ratio, row_name, spread, step_flops
-from benchmarks.runner import Benchmark, MultiGPUOptions, TraceOptions, Work
-from benchmarks.tables import COLUMNS, Section, mfu, number
+from benchmarks.runner import Benchmark, MultiGPUOptions, VariantOptions, Work
+from benchmarks.tables import COLUMNS, Section, mfu, number, tokens_per_second
 from benchmarks.turns import Candidate
-from benchmarks.works import jgraph_step, preset_config, vary
+from benchmarks.works import jgraph_step, preset_config, torch_ranks, vary, with_options
 from jgraph.train.config import TrainConfig
 from jgraph.xla.hlo import COLLECTIVES
 
@@ -41,15 +37,11 @@ NOTES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(MultiGPUOptions, TraceOptions):
+class Options(MultiGPUOptions, VariantOptions):
     """Flags of the benchmark. Only the first jgraph variant is measured by category."""
 
     work: tuple[WorkName, ...] = ("gpt-1b3-tp", "gpt-1b3-cp")
     """Presets to train, with tensor parallelism (`-tp`) or context parallelism (`-cp`)."""
-    first: str = ""
-    """jgraph variant that runs in every round. Default: the preset."""
-    variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A further jgraph variant, NAME=VALUE[ NAME=VALUE ...], with the settings of `benchmarks.works.vary`. May be repeated."""
     sharded: Literal["yes", "no"] = "yes"
     """Also time jgraph with sharded state on the works with tensor parallelism."""
     tensor_peers: tuple[str, ...] = ("compile", "compile:sequence", "compile:async", "eager")
@@ -63,18 +55,17 @@ class Options(MultiGPUOptions, TraceOptions):
 
 def works(options: Options) -> Iterator[Work]:
     """Yields the works."""
-    ranks = options.ranks or count_gpus() or len(jax.devices())
+    ranks = options.num_ranks
     for work in options.work:
         config = config_of(work, ranks, options)
         others = replace(options, categories=False)
-        variants = dict.fromkeys((options.first, "", *options.variant))
         candidates = [
             jgraph_step(
                 {"system": "jgraph", "variant": variant, "ranks": ranks},
                 vary(config, variant),
                 options if variant == options.first else others,
             )
-            for variant in variants
+            for variant in options.variants
         ]
         is_tensor = config.parallel.tp > 1
         peers = options.tensor_peers if is_tensor else options.context_peers
@@ -101,13 +92,8 @@ def torch_candidate(peer: str, config: TrainConfig, ranks: int, options: Options
     else:
         request |= {"params": "replicated" if "replicate" in suffixes else "sharded"}
         request |= {"rotate": "alltoall" if "alltoall" in suffixes else "allgather"}
-    return Candidate(
-        {"system": "torch", "variant": peer, "ranks": ranks},
-        "benchmarks.peers.partitioned",
-        request,
-        ranks=ranks,
-        gpus=0 if options.sizes == "tiny" else ranks,
-    )
+    labels = {"system": "torch", "variant": peer, "ranks": ranks}
+    return torch_ranks(labels, "benchmarks.peers.partitioned", request, ranks, options)
 
 
 def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
@@ -119,7 +105,7 @@ def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
     else:
         length = LONG if options.sizes == "full" else config.input.seq_len
         config = config.changed(cp=ranks, batch_size=SEQUENCES[work], seq_len=length)
-    return config.changed(graph=options.graph, xla_options=(*config.compile.xla_options, *options.xla_option))
+    return with_options(config, options)
 
 
 def section(work: str, result: Row) -> Section:
@@ -133,7 +119,7 @@ def section(work: str, result: Row) -> Section:
             "variant": row_name,
             "step, ms": number("ms"),
             "fastest, slowest, ms": spread,
-            "tokens/s": lambda row: f"{tokens / row['ms'] * 1e3:,.0f}",
+            "tokens/s": tokens_per_second(tokens),
             "torch / row": lambda row: ratio(peer, row),
             **({"row / jgraph fsdp": lambda row: ratio(row, sharded)} if sharded else {}),
             "MFU": mfu(flops),

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from benchmarks.rows import Row, gpt_config_from
-from benchmarks.runner import Options, TraceOptions
+from benchmarks.runner import MultiGPUOptions, Options, TraceOptions
 from benchmarks.turns import Candidate
 from jgraph.precision.config import FP8Config
 from jgraph.schedule import Schedule, generate
@@ -172,13 +172,19 @@ def parse_schedule(text: str, ranks: int, microbatches: int) -> Schedule:
     return generate(name, pp=ranks, microbatches=microbatches, chunks=int(chunks or 1))
 
 
+def torch_ranks(labels: Row, module: str, request: Row, ranks: int, options: Options) -> Candidate:
+    """Returns the candidate of a PyTorch peer with one process per GPU. Tiny sizes run on the CPU."""
+    return Candidate(labels, module, request, ranks=ranks, gpus=0 if options.sizes == "tiny" else ranks)
+
+
+def with_options(config: TrainConfig, options: MultiGPUOptions) -> TrainConfig:
+    """Applies the flags for all jgraph programs to a config."""
+    return config.changed(graph=options.graph, xla_options=(*config.compile.xla_options, *options.xla_option))
+
+
 def torch_pipeline(peer: str, size: Size, ranks: int, options: Options) -> Candidate:
     """Returns the candidate of a schedule class of torch.distributed.pipelining. The suffix `:compile` adds torch.compile."""
     schedule, _, variant = peer.partition(":")
-    return Candidate(
-        {"system": "torch", "schedule": schedule, "variant": variant},
-        "benchmarks.peers.pipelining",
-        {"schedule": schedule, "compile": variant == "compile", "size": asdict(size)},
-        ranks=ranks,
-        gpus=0 if options.sizes == "tiny" else ranks,
-    )
+    labels = {"system": "torch", "schedule": schedule, "variant": variant}
+    request = {"schedule": schedule, "compile": variant == "compile", "size": asdict(size)}
+    return torch_ranks(labels, "benchmarks.peers.pipelining", request, ranks, options)

@@ -30,16 +30,9 @@ from jgraph_models.gpt import GPTConfig
 
 @dataclass(frozen=True)
 class PipelineJob:
-    """The model and the batch of a pipeline.
+    """The stages, the batch and the loss of a pipeline.
 
-    Attributes:
-        module: Creates the module of a stage, given its index.
-        first: Sample input of the first stage.
-        between: Sample activation between two stages.
-        last: Sample output of the last stage.
-        batch: Input of all microbatches.
-        target: Target of all microbatches.
-        loss: Loss of the output and the target of a microbatch.
+    `first`, `between` and `last` are samples of inputs and outputs of stages.
     """
 
     module: Callable[[int], nn.Module]

@@ -45,14 +45,7 @@ class GPT(te_gpt.GPT):
 
 
 class Block(nn.Module):
-    """A transformer block with a mixture of experts.
-
-    Args:
-        config: Config of the model.
-        dtype: dtype of the parameters.
-        layer: Index of the block.
-        recipe: FP8 recipe, or None.
-    """
+    """A transformer block with a mixture of experts."""
 
     def __init__(self, config: GPTConfig, dtype: torch.dtype, layer: int, recipe: Any):
         super().__init__()
@@ -76,15 +69,7 @@ class Block(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture of experts with softmax top-k routing and SwiGLU experts.
-
-    Args:
-        d_model: Width of the residual stream.
-        d_ff: Hidden width of an expert, unless `config` has one.
-        config: Settings of the mixture.
-        dtype: dtype of the parameters.
-        recipe: FP8 recipe, or None.
-    """
+    """A mixture of experts with softmax top-k routing and SwiGLU experts. `d_ff` is for experts without a width in `config`."""
 
     def __init__(self, d_model: int, d_ff: int, config: MoEConfig, dtype: torch.dtype, recipe: Any):
         super().__init__()

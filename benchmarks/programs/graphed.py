@@ -22,14 +22,7 @@ from benchmarks.works import MLPSize, parse_schedule
 
 @dataclass(frozen=True)
 class Blocks:
-    """A chain of GPT blocks in bfloat16.
-
-    Attributes:
-        stage: A block as a function of its parameters and x.
-        params: Parameters of each block.
-        x: Input of the first block.
-        dy: Gradient of the output of the last block.
-    """
+    """A chain of GPT blocks in bfloat16: one `stage` with the parameters of each block, an input and its gradient `dy`."""
 
     stage: Callable[[Any, jax.Array], jax.Array]
     params: tuple[Any, ...]

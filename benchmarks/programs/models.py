@@ -19,15 +19,7 @@ from jgraph_models.rotary import rotary
 
 @dataclass(frozen=True)
 class Model:
-    """A pipeline model with parameters and a batch.
-
-    Attributes:
-        parts: The model, as in `jgraph.pipeline.Pipeline`.
-        ends: Parameters of embedding and head.
-        layers: Parameters of each layer.
-        inputs: The batch, stacked by microbatch.
-        compute_dtype: dtype of the activations, as in `Pipeline`.
-    """
+    """A pipeline model, the parameters of its ends and of each layer, and a batch that is stacked by microbatch."""
 
     parts: PipelineModel
     ends: Any

@@ -34,16 +34,7 @@ NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast") 
 
 @dataclass
 class Step:
-    """A compiled training step with its state and batch.
-
-    Attributes:
-        devices: Devices of the step.
-        compiled: The executable.
-        state: Training state. Donated by each step.
-        batch_of: Creates a batch from a seed.
-        batch: The current batch.
-        metrics: Metrics of the last step.
-    """
+    """A compiled training step with its state, which each step donates. `batch_of` creates a batch from a seed."""
 
     devices: list[Any]
     compiled: CompiledStep
