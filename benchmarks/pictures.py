@@ -60,8 +60,9 @@ class Bar:
 
 def bars(title: str, groups: Sequence[tuple[str, Sequence[Bar]]]) -> str:
     """Returns a picture with a group of horizontal bars per work. The lengths are the ratios."""
-    names, unit, row, head = 144, 190, 17, 28  # widths of the names and of a ratio of 1, distance of bars, height of a heading
+    names, row, head = 144, 17, 28  # width of the names, distance of bars, height of a heading
     largest = max(float(bar.ratio) for _, group in groups for bar in group)
+    unit = min(190, 314 / largest)  # width of a ratio of 1
     width = round(_MARGIN + names + largest * unit + 128)
     y, parts = _MARGIN + 14, [_text(_MARGIN, _MARGIN + 12, title, "muted")]
     for work, group in groups:

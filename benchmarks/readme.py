@@ -3,7 +3,7 @@
 import importlib
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 NOTES = ROOT / "notes"
 README, PAGE, OTHERS = ROOT / "README.md", NOTES / "benchmarks.md", NOTES / "guide/other-programs.md"
 PLAN = NOTES / "guide/plan.md"
-SPEED = "assets/speed.svg"
+SPEED, ALL_SPEEDS = "assets/speed.svg", "assets/speeds.svg"
 MULTI_GPU = ("pipeline", "fsdp", "tensor_context", "callables")  # benchmarks on several GPUs, in the order of the page
 WITH_FP8 = ("fp8", "fsdp", "moe", "pipeline")  # benchmarks with FP8 results
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
@@ -53,15 +53,22 @@ GAINS = (
 
 # Names of peers, by the system of a row. Transformer Engine is the part of PyTorch's rows that uses it.
 PEERS = {"jax": "jax.jit + optax", "torch": "PyTorch", "te": "Transformer Engine"}
-# Rows of README's picture, each with the peers that compute in the same precision as jgraph.
-PICTURED = {
-    "GPT, 12 layers of 256, 2 x 128 tokens: launches limit the step": ("jax", "torch"),
-    "GPT 1.3B, bf16": ("jax", "torch"),
+# Peers that compute in the same precision as jgraph, for rows where not all do.
+SAME_PRECISION = {
+    "GPT 124M, FP8": ("te",),
     "GPT 1.3B, FP8": ("te",),
     "Llama 3 8B, FP8, state sharded over 2 GPUs": ("torch", "te"),
-    "Large MLPs, pipeline of 2 GPUs": ("torch",),
 }
-assert PICTURED.keys() <= {text for text, *_ in GAINS}, "each row of the picture is a row of the table"
+# Rows of README's picture. The picture of the page of benchmarks has all.
+PICTURED = (
+    "GPT, 12 layers of 256, 2 x 128 tokens: launches limit the step",
+    "GPT 1.3B, bf16",
+    "GPT 1.3B, FP8",
+    "Llama 3 8B, FP8, state sharded over 2 GPUs",
+    "Large MLPs, pipeline of 2 GPUs",
+)
+TEXTS = tuple(text for text, *_ in GAINS)
+assert {*SAME_PRECISION, *PICTURED} <= {*TEXTS}, "each row of a picture is a row of the table"
 
 
 def write_readme(check: bool) -> int:
@@ -70,7 +77,8 @@ def write_readme(check: bool) -> int:
     pages[OTHERS] = _with_tables(OTHERS, others.table())
     pages[PLAN] = _with_tables(PLAN, "\n".join(plans_table()))
     pages |= {page: new for page in sorted(runner.RESULTS.glob("*.md")) if (new := results_page(page))}
-    pages |= {NOTES / path: picture for path, picture in ({SPEED: gains_picture()} | timelines()).items()}
+    drawn = {SPEED: gains_picture(PICTURED), ALL_SPEEDS: gains_picture(TEXTS), **timelines()}
+    pages |= {NOTES / path: picture for path, picture in drawn.items()}
     outdated = [page for page, new in pages.items() if not page.exists() or page.read_text() != new]
     if check and outdated:
         names = ", ".join(page.name for page in outdated)
@@ -100,13 +108,13 @@ def gains_table() -> str:
     return "\n".join(markdown(heads, lines))
 
 
-def gains_picture() -> str:
-    """Returns the picture of README: the rows of `PICTURED` as bars."""
+def gains_picture(texts: Sequence[str]) -> str:
+    """Returns a picture of rows of `GAINS`: the times of jgraph, and of peers in the same precision, as bars."""
     groups = []
     for text, ours, peers in gains():
-        timed = [(PEERS[kind], row) for kind in PICTURED.get(text, ()) if (row := peers[kind])]
+        timed = [(PEERS[kind], row) for kind in SAME_PRECISION.get(text, PEERS) if (row := peers[kind])]
         bars = [pictures.Bar(name, short(row["ms"]), _ratio(row, ours)) for name, row in timed]
-        if bars:
+        if text in texts:
             groups += [(text, [pictures.Bar("jgraph", short(ours["ms"]), "1"), *bars])]
     return pictures.bars("Times on NVIDIA H200 GPUs: shorter bars are faster", groups)
 
@@ -161,22 +169,31 @@ def page_tables() -> str:
     """Returns the tables of the benchmarks page, each with a heading, a sentence, versions, dates and links to its results."""
     data = {file.stem: read(file) for file in sorted(runner.RESULTS.glob("*.json"))}
     blocks = max((name for name in data if "blocks" in data[name]), key=lambda name: distinct(data[name].values(), "date"))
-    one = [name for name in ("single_gpu", "single_gpu_1b3") if name in data]
-    works = [item for name in one for item in data[name].items()]
+
+    def present(*names: str) -> list[str]:
+        return [name for name in names if name in data]
+
+    def files_of(*kinds: str) -> list[str]:
+        return [name for name in data if benchmark_of(name, kinds) in kinds]
+
+    def works(names: list[str]) -> Iterator[tuple[str, Row]]:
+        return (item for name in names for item in data[name].items())
+
+    one, sharded_moe = present("single_gpu", "single_gpu_1b3"), present("fsdp_experts")
     several = [name for kind in MULTI_GPU for name in data if name.rstrip("0123456789") == kind]
     several = [name for name in several if any(result["ranks"] > 1 for result in data[name].values())]
     several += [name for name in data if name.endswith("_earlier")]
-    fp8 = [name for name in data if "fp8" in name and benchmark_of(name, WITH_FP8) in WITH_FP8]
-    moe = [name for name in data if benchmark_of(name, ("moe",)) == "moe" and name not in fp8]
-    grouped = [name for name in data if benchmark_of(name, ("grouped",)) == "grouped"]
-    sharded_moe = [name for name in ("fsdp_experts",) if name in data]
-    finetune = [name for name in data if benchmark_of(name, ("finetune",)) == "finetune"]
+    fp8 = [name for name in files_of(*WITH_FP8) if "fp8" in name]
+    moe = [name for name in files_of("moe") if name not in fp8]
+    grouped, finetune = files_of("grouped"), files_of("finetune")
+    experts = [comparison_cells(f"{work}, {batch_text(one)}", one, [one["rows"]]) for work, one in works(moe)]
+    experts += [cells for item in works(sharded_moe) for cells in expert_rows(*item)]
     tables = [
         (
             "Training step on one GPU",
             "Each cell is the median time of a training step in milliseconds.",
             one,
-            one_gpu_table(works),
+            one_gpu_table(list(works(one))),
         ),
         (
             "Graphed callables",
@@ -203,50 +220,40 @@ def page_tables() -> str:
         (
             "Text generation",
             "Each time is the median in milliseconds per token, greedy, for one prompt.",
-            [name for name in ("decode",) if name in data],
-            markdown(HEADS, [comparison_cells(work, one, [one["rows"]]) for work, one in data.get("decode", {}).items()]),
+            present("decode"),
+            markdown(HEADS, [comparison_cells(work, one, [one["rows"]]) for work, one in works(present("decode"))]),
         ),
         (
             "Mixtures of experts",
             "Times are medians in milliseconds: a training step, or forward and backward of the layers for `-layers`.",
             [*moe, *sharded_moe],
-            markdown(
-                HEADS,
-                [
-                    comparison_cells(f"{work}, {batch_text(one)}", one, [one["rows"]])
-                    for name in moe
-                    for work, one in data[name].items()
-                ]
-                + [line for name in sharded_moe for item in data[name].items() for line in expert_rows(*item)],
-            ),
+            markdown(HEADS, experts),
         ),
         (
             "Grouped matmuls in bfloat16",
             "Each cell is the rate of jgraph in TFLOP/s, and the time of PyTorch over the time of jgraph.",
             grouped,
-            grouped_table(item for name in grouped for item in data[name].items()),
+            grouped_table(works(grouped)),
         ),
         (
             "Fine-tuning with LoRA",
             "Times are medians in milliseconds of a step that trains the adapters. PyTorch runs PEFT in bfloat16.",
             finetune,
-            markdown(HEADS, [line for name in finetune for item in data[name].items() for line in finetune_rows(*item)])
-            if finetune
-            else [],
+            markdown(HEADS, [cells for item in works(finetune) for cells in finetune_rows(*item)]),
         ),
         (
             "Plans",
             "Peak memory and time of a step as `python -m jgraph.plan` predicts them, beside measured steps. A row is above "
             "the margin if it needs more than the planned peak and the margin of the plan.",
-            [name for name in ("plans",) if name in data],
+            present("plans"),
             plans_table(),
         ),
         (
             "Soak runs",
             "Each run repeats one step many times with collectives inside CUDA graphs, and checks for hangs, growth of memory "
             "and changed losses.",
-            [name for name in ("soaks",) if name in data],
-            markdown(SOAK_HEADS, soak_rows(data["soaks"])) if "soaks" in data else [],
+            present("soaks"),
+            markdown(SOAK_HEADS, soak_rows(data.get("soaks", {}))),
         ),
     ]
     parts: list[str] = []

@@ -16,17 +16,24 @@ def texts(picture: str) -> list[str]:
     return re.findall(r"<text [^>]*>([^<]*)</text>", picture)
 
 
-def test_every_time_and_ratio_of_the_picture_is_in_its_row_of_the_table():
+@pytest.mark.parametrize("pictured", [readme.PICTURED, readme.TEXTS], ids=["README", "benchmarks"])
+def test_every_time_and_ratio_of_a_picture_is_in_its_row_of_the_table(pictured):
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in gains_table().splitlines()}
     names, row, shown = {*readme.PEERS.values(), "jgraph"}, "", []
-    for text in texts(gains_picture())[1:]:
+    for text in texts(gains_picture(pictured))[1:]:
         if text in rows:
             row = text
             shown += [row]
         elif text not in names:
             ms, _, ratio = text.partition(" ms")
             assert f"{ratio.removeprefix(', ')} ({ms} ms)" in rows[row] if ratio else f"| {ms} ms |" in rows[row]
-    assert shown == list(readme.PICTURED)
+    assert shown == list(pictured)
+
+
+def test_the_page_of_benchmarks_begins_with_a_picture_of_all_rows():
+    text = readme.PAGE.read_text(encoding="utf-8")
+    assert text.index(f"]({readme.ALL_SPEEDS})") < text.index("\n## ")
+    assert (NOTES / readme.ALL_SPEEDS).read_text(encoding="utf-8") == gains_picture(readme.TEXTS)
 
 
 def test_lengths_of_bars_are_the_ratios():
