@@ -1,4 +1,4 @@
-"""Measurements that all benchmarks share: the time of a step with the power of the GPU, and soaks."""
+"""Measurements that all benchmarks share: power and clock of the GPU, the number of GPUs, and soaks."""
 
 import faulthandler
 import os
@@ -7,25 +7,9 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from jgraph.timing import Run, Timer
-
-
-def time_steps(timer: Timer, run: Run, wait: Run) -> dict[str, Any]:
-    """Times a step that is dispatched asynchronously: the median `ms`, and power and clock of the GPU under load."""
-    repeats_ms, steps = timer.repeats_ms(run, wait)
-    with ThreadPoolExecutor(1) as pool:  # reads power and clock under load, outside the timed repeats
-        reading = pool.submit(read_power_and_clock)
-        while not reading.done():
-            for _ in range(steps):
-                run()
-            wait()
-    watts, mhz = reading.result() or (None, None)
-    return {"ms": statistics.median(repeats_ms), "power_watts": watts, "sm_clock_mhz": mhz}
 
 
 def read_power_and_clock() -> tuple[float, float] | None:

@@ -26,6 +26,7 @@ from benchmarks import (
     fp8,
     fsdp,
     grouped,
+    kernels,
     moe,
     plans,
     readme,
@@ -677,6 +678,13 @@ def test_the_split_backward_is_timed_with_jax_vjp(run_here, monkeypatch):
     (result,) = run_here("split_backward", "--sizes", "tiny", *SHORT).values()
     assert [row["system"] for row in result["rows"]] == ["jax", "jgraph"]
     assert all(row["ms"] > 0 and len(row["repeats_ms"]) == 2 for row in result["rows"])
+
+
+def test_the_cast_is_timed_with_the_bytes_that_it_moves(run_here):
+    (result,) = run_here("kernels", "--sizes", "tiny", "--implementations", "xla", *SHORT).values()
+    (row,) = result["rows"]
+    assert row["moved_bytes"] == kernels.KERNELS * 256 * 128 * 4  # reads bfloat16, and writes FP8 twice
+    assert row["ms"] > 0
 
 
 def test_all_variants_of_the_split_backward_add_the_gradient():

@@ -5,11 +5,13 @@ up, and then measures once for each further line. It prints its answers as JSON 
 """
 
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from benchmarks.harness import time_steps
+from benchmarks.harness import read_power_and_clock
 from jgraph import timing
 from jgraph.timing import Run
 
@@ -20,8 +22,19 @@ class Timer(timing.Timer):
     """Durations of a turn, and the ways to measure. The same for jgraph and its peers."""
 
     def back_to_back(self, run: Run, wait: Run) -> dict[str, Any]:
-        """Times steps that are dispatched without waiting. Waits once at the end of each repeat."""
-        return time_steps(self, run, wait)
+        """Times steps that are dispatched without waiting. Waits once at the end of each repeat.
+
+        Returns the median `ms`, and `power_watts` and `sm_clock_mhz` of the GPU under load.
+        """
+        repeats_ms, steps = self.repeats_ms(run, wait)
+        with ThreadPoolExecutor(1) as pool:  # reads power and clock under load, outside the timed repeats
+            reading = pool.submit(read_power_and_clock)
+            while not reading.done():
+                for _ in range(steps):
+                    run()
+                wait()
+        watts, mhz = reading.result() or (None, None)
+        return {"ms": statistics.median(repeats_ms), "power_watts": watts, "sm_clock_mhz": mhz}
 
     def per_token(self, run: Run, wait: Run, new: int) -> dict[str, Any]:
         """Times the generation of `new` tokens, per token."""
