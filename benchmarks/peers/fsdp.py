@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from benchmarks.peers import torch_moe
 from benchmarks.peers.ranks import RankContext, time_ranks
 from benchmarks.peers.te_variant import parse_sharded_variant
 from benchmarks.peers.torch_gpt import GPT, adamw, cross_entropy, init_parameters, to_float8
-from benchmarks.peers.torch_run import Step, training_step as make_step, with_cudnn
+from benchmarks.peers.torch_run import Step, random_tokens, training_step as make_step, with_cudnn
 from benchmarks.rows import Row
 from jgraph.train.config import TrainConfig
 from jgraph_models.gpt import GPTConfig
@@ -74,9 +73,7 @@ def training_step(
         clip = make_replica_clip(model, config.optimizer.clip_norm, ranks)
     if experts:
         clip = make_expert_clip(model, optimizer, config.optimizer.clip_norm, ranks)
-    shape = config.input.batch_size, config.input.seq_len + 1
-    rows_BS = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).reshape(ranks, -1, shape[1])[rank]
-    tokens_BS = torch.tensor(rows_BS, device=device)
+    tokens_BS = random_tokens(config, config.input.seq_len + 1, device, rank=rank, ranks=ranks)
     inputs_BT, labels_BT = tokens_BS[:, :-1].contiguous(), tokens_BS[:, 1:].contiguous()
     loss_fn = torch.compile(cross_entropy) if compile else cross_entropy
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.peers.fsdp import build_model, make_sharder
 from benchmarks.peers.ranks import RankContext, time_ranks
 from benchmarks.peers.torch_gpt import Block, adamw, cross_entropy, linear, rotary
-from benchmarks.peers.torch_run import Step, training_step, with_cudnn
+from benchmarks.peers.torch_run import Step, random_tokens, training_step, with_cudnn
 from benchmarks.rows import Row
 from jgraph.train.config import TrainConfig
 from jgraph_models.gpt import GPTConfig
@@ -62,8 +61,7 @@ def make_step(model: nn.Module, config: TrainConfig, forward: Step) -> Step:
 
 def batch(config: TrainConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns the inputs and the labels of the fixed batch, both of shape (B, T)."""
-    shape = config.input.batch_size, config.input.seq_len + 1
-    tokens_BS = torch.tensor(np.random.default_rng(0).integers(0, config.model.vocab_size, shape), device=device)
+    tokens_BS = random_tokens(config, config.input.seq_len + 1, device)
     return tokens_BS[:, :-1].contiguous(), tokens_BS[:, 1:].contiguous()
 
 

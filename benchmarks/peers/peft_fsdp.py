@@ -17,14 +17,13 @@ import importlib
 from collections.abc import Callable, Collection
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from benchmarks.peers.fsdp import make_sharder
 from benchmarks.peers.peft_lora import build_model, checkpoint_layers, make_step
 from benchmarks.peers.ranks import RankContext, time_ranks
-from benchmarks.peers.torch_run import Step, with_cudnn
+from benchmarks.peers.torch_run import Step, random_tokens, with_cudnn
 from benchmarks.rows import Row
 from jgraph.train.config import TrainConfig
 
@@ -58,9 +57,7 @@ def training_step(
     if not base.config.tie_word_embeddings:
         shard(base.lm_head, reshard=False)  # gathered during the last layers instead of before the first
     shard(base, reshard=False)
-    shape = config.input.batch_size, config.input.seq_len
-    rows_BT = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).reshape(ranks, -1, shape[1])[rank]
-    step = make_step(model, config, torch.tensor(rows_BT, device=device), model)
+    step = make_step(model, config, random_tokens(config, config.input.seq_len, device, rank=rank, ranks=ranks), model)
     return model, with_cudnn(step) if "cudnn" in words else step
 
 

@@ -88,8 +88,7 @@ class MoE(nn.Module):
         sorted_M, order_M = (
             experts_Nk.flatten().short().sort(stable=True)
         )  # int16 keys need a quarter of the radix sort passes of int64
-        inverse_M = torch.empty_like(order_M)
-        inverse_M[order_M] = torch.arange(len(order_M), device=order_M.device)
+        inverse_M = inverse_of(order_M)
         # End offset of the rows of each expert. torch.bincount would synchronize with the host.
         ends_E = torch.searchsorted(sorted_M, torch.arange(E, device=sorted_M.device).short(), right=True, out_int32=True)
         fractions_E = ends_E.diff(prepend=ends_E.new_zeros(1)) / len(x_ND)
@@ -128,11 +127,17 @@ class ExpertParallelMoE(MoE):
             torch.arange(len(got_E), device=got_E.device).remainder(self.here).repeat_interleave(got_E, output_size=sum(got))
         )
         order_R = expert_R.short().argsort(stable=True)
-        inverse_R = torch.empty_like(order_R)
-        inverse_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+        inverse_R = inverse_of(order_R)
         ends = got_E.view(self.ranks, -1).sum(0).cumsum(0, dtype=torch.int32)
         rows_RD = super().experts(PermuteRows.apply(rows_RD, inverse_R, order_R), ends)
         return all_to_all_rows(PermuteRows.apply(rows_RD, order_R, inverse_R), sent, got)
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """Returns the inverse of a permutation."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
 
 
 def all_to_all_rows(rows: Tensor, got: list[int], sent: list[int]) -> Tensor:

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.peers.protocol import answer, take_turns
+from jgraph.train.config import TrainConfig
 
 Step = Callable[[], Any]
 
@@ -27,6 +29,13 @@ def wait() -> None:
     """Blocks until the GPU is idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def random_tokens(config: TrainConfig, length: int, device: torch.device, *, rank: int = 0, ranks: int = 1) -> Tensor:
+    """Returns the rows of a rank of a fixed batch with `length` random tokens per row."""
+    shape = config.input.batch_size, length
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).reshape(ranks, -1, length)
+    return torch.tensor(tokens[rank], device=device)
 
 
 def training_step(forward: Callable[[], Tensor], optimizer: torch.optim.Optimizer, clip: Step) -> Callable[[], Tensor]:
