@@ -62,7 +62,7 @@ class Options(MultiGPUOptions, SoakOptions, TraceOptions):
     """PyTorch variants: `eager` or `compile` (each block and the loss), with suffixes. `:reshard` frees parameters after the
     forward. `:float8` uses torchao float8 with an FP8 all-gather. `:cudnn` prefers cuDNN attention. `:graph` replicates the
     model and captures the step in one CUDA graph; `:whole:graph` also compiles the model as a whole. `:experts` uses expert
-    parallelism. `te RECIPE` has blocks of Transformer Engine (`benchmarks/peers/te_variant.py`), optionally with `:reshard`,
+    parallelism. `:muon` updates the matrices of the blocks with `torch.optim.Muon`. `te RECIPE` has blocks of Transformer Engine (`benchmarks/peers/te_variant.py`), optionally with `:reshard`,
     or with `:graph` and float32 parameters. Pass the flag without values to skip PyTorch."""
     first: str = ""
     """jgraph variant that runs in every round. Default: the preset."""
@@ -150,7 +150,7 @@ def torch_candidate(peer: str, config: TrainConfig, options: Options) -> Candida
             "config": config.to_dict(),
             "te": mode if is_te(mode) else "",
             "compile": mode == "compile",
-            **{name: name in suffixes for name in ("reshard", "float8", "cudnn", "graph", "whole", "experts")},
+            **{name: name in suffixes for name in ("reshard", "float8", "cudnn", "graph", "whole", "experts", "muon")},
         },
         ranks=config.parallel.shards,
         gpus=0 if options.sizes == "tiny" else config.parallel.shards,

@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.peers import torch_moe
 from benchmarks.peers.ranks import RankContext
 from benchmarks.peers.te_variant import parse_sharded_variant
-from benchmarks.peers.torch_gpt import GPT, adamw, init_parameters, to_float8, warm_up
+from benchmarks.peers.torch_gpt import GPT, MuonAndAdamW, adamw, init_parameters, to_float8, warm_up
 from jgraph.train.config import TrainConfig
 from jgraph_models.gpt import GPTConfig
 
@@ -41,7 +41,7 @@ def main() -> None:
     context = RankContext.join()
     context.answer(device=f"{context.ranks} x {torch.cuda.get_device_name() if context.on_gpu else 'cpu'}")
     config = TrainConfig.from_dict(request["config"])
-    flags = {name: request[name] for name in ("te", "compile", "reshard", "float8", "graph", "whole", "experts")}
+    flags = {name: request[name] for name in ("te", "compile", "reshard", "float8", "graph", "whole", "experts", "muon")}
     step = training_step(config, context.rank, context.ranks, context.device, **flags)
     if request["cudnn"]:
         step = with_cudnn(step)
@@ -62,6 +62,7 @@ def training_step(
     graph: bool,
     whole: bool,
     experts: bool,
+    muon: bool,
 ) -> Callable[[], Tensor]:
     """Builds the training step: forward, backward, clipping and update on a fixed batch.
 
@@ -77,6 +78,7 @@ def training_step(
         graph: Replicate the model instead of sharding it, so that the step can be captured.
         whole: Compile the whole model. Requires `graph`.
         experts: Use expert parallelism.
+        muon: Update the matrices of the blocks with Muon.
 
     Returns:
         A function that runs a step and returns the loss of the rows of this rank.
@@ -91,7 +93,9 @@ def training_step(
         model = build_model(config.model, device, compile=compile and not whole, float8=float8, **options)
         # The backward needs the parameters of the root right after the forward.
         shard(model, reshard=False)
-        optimizer = adamw(model, config.optimizer, capturable=graph and device.type == "cuda")
+        optimizer: Any = adamw(model, config.optimizer, capturable=graph and device.type == "cuda")
+        if muon:
+            optimizer = MuonAndAdamW(model, config.optimizer)
     clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), config.optimizer.clip_norm)
     if graph:
         clip = make_replica_clip(model, config.optimizer.clip_norm, ranks)

@@ -279,6 +279,26 @@ def adamw(model: nn.Module, config: OptimizerConfig, *, capturable: bool = False
     )
 
 
+class MuonAndAdamW:
+    """`torch.optim.Muon` for the matrices of the blocks, and AdamW for all other parameters."""
+
+    def __init__(self, model: "GPT", config: OptimizerConfig):
+        matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
+        rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+        self.optimizers = (
+            torch.optim.Muon(matrices, lr=config.learning_rate, weight_decay=0.0),
+            torch.optim.AdamW(rest, lr=config.learning_rate, weight_decay=0.0, fused=True),
+        )
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
 def warm_up(step: Callable[[], Any]) -> None:
     """Runs a step four times on a side stream, so that a later CUDA graph capture allocates no persistent state."""
     stream = torch.cuda.Stream()
