@@ -629,6 +629,24 @@ def test_a_leaf_with_a_wrong_checksum_is_refused(open_checkpoints, tmp_path, mon
         reader.read("['a']")
 
 
+def test_a_leaf_with_another_shape_or_name_is_refused_with_the_checkpoint(directory):
+    with contextlib.closing(CheckpointReader(directory, field="continue_from")) as reader:
+        shapes = r"'a'\] has shape \[300, 40\] in it and \[300, 41\] in this run"
+        with pytest.raises(CheckpointError, match=rf"checkpoint \S+/2 does not fit this run: .*{shapes}$") as error:
+            reader.place({"['a']": jax.ShapeDtypeStruct((300, 41), jnp.float32)})
+        assert error.value.field == "continue_from"
+        with pytest.raises(CheckpointError, match=r"checkpoint \S+/2 has no \['c'\]$"):
+            reader.read("['c']")
+
+
+@pytest.mark.parametrize("field", ["crc", "checksums"])
+def test_an_incomplete_digest_is_damage(directory, field):
+    path = directory / "2" / "digest" / "metadata"
+    path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != field}))
+    with pytest.raises(CheckpointError, match=r"is damaged \(its digest is incomplete\); name another `step`$"):
+        CheckpointReader(directory)
+
+
 def test_a_reader_without_a_checkpoint_raises(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint yet"):
         CheckpointReader(tmp_path / "none")
