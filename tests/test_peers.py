@@ -167,7 +167,9 @@ def test_a_connection_to_itself_is_closed_and_tried_again(monkeypatch):
     itself.connect(itself.getsockname())
     create = socket.create_connection
     connections = iter([itself])
-    monkeypatch.setattr(socket, "create_connection", lambda *args, **options: next(connections, None) or create(*args, **options))
+    monkeypatch.setattr(
+        socket, "create_connection", lambda *args, **options: next(connections, None) or create(*args, **options)
+    )
     with peers.listen(0) as server:
         address = ("localhost", server.getsockname()[1])
         with peers.join(address, 1, 2, 60) as joined:
@@ -181,7 +183,7 @@ def test_a_shield_closes_a_connection_that_it_cannot_forward_and_takes_the_next(
         address = ("localhost", server.getsockname()[1])
     shield = ("localhost", peers.shield(address))
     for _ in range(2):
-        with socket.create_connection(shield, timeout=60) as near:
+        with socket.create_connection(shield, timeout=5) as near:
             assert near.recv(100) == b""
 
 

@@ -157,7 +157,9 @@ def test_a_file_that_is_not_a_tokenizer_is_refused(make, text_file):
 
 def test_a_folder_without_a_tokenizer_is_refused(make, tmp_path):
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match=r"^`tokenizer` is \S+/folder: must be a folder with a tokenizer\.json or other vocabulary$"):
+    with pytest.raises(
+        DataError, match=r"^`tokenizer` is \S+/folder: must be a folder with a tokenizer\.json or other vocabulary$"
+    ):
         make(tokenizer=tmp_path / "folder")
 
 
