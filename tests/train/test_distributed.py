@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,9 +18,12 @@ import pytest
 from jgraph.checkpoint.store import Checkpoints
 from jgraph.data import Batches
 from jgraph.errors import ConfigError
-from jgraph.processes import connect, devices_of_ranks, unused_gpus
+from jgraph.launchers import Launch
+from jgraph.processes import Connection, connect, devices_of_ranks, unused_gpus
+from jgraph.train import _trainer
 from jgraph.train.__main__ import main
-from jgraph.train.config import DistributedConfig, OptimizerConfig, TrainConfig
+from jgraph.train._strategy import make_mesh
+from jgraph.train.config import DistributedConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import GPTConfig
@@ -165,6 +170,26 @@ def test_gpus_of_this_machine_that_no_process_uses_are_counted(monkeypatch, vari
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert unused_gpus() == unused
+
+
+def test_the_header_of_a_run_names_its_processes_and_warns_of_unused_gpus(monkeypatch):
+    monkeypatch.setattr(_trainer, "unused_gpus", lambda: 6)
+    monkeypatch.setattr(_trainer, "_devices", lambda setup: "2 devices")
+    lines: list[str] = []
+    reporter: Any = SimpleNamespace(begins=lambda *_, **__: None, line=lines.append, warn=lines.append)
+    layout = SimpleNamespace(own=SimpleNamespace(params={}))
+    setup: Any = SimpleNamespace(config=TrainConfig(), step=SimpleNamespace(bound=SimpleNamespace(layout=layout)))
+    _trainer._describe(setup, None, Connection(Launch("torchrun", "a:1", 2, 1), None, {}), ["", "a line"], reporter)  # pyright: ignore[reportArgumentType]
+    assert lines == [
+        "processes  2, by variables of torchrun; process 1 listens at a:1 and runs on the CPU",
+        "no process uses 6 of the GPUs of this machine: see `distributed.local_devices`",
+        "a line",
+    ]
+
+
+def test_a_run_of_one_process_with_a_coordinator_has_no_mesh_on_one_device(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    assert make_mesh(ParallelConfig(), is_pipeline=False, is_sharded=False) is None
 
 
 # --- Several devices of one process ---
