@@ -58,8 +58,9 @@ class Options(MultiGPUOptions, SoakOptions, VariantOptions):
     """PyTorch variants: `eager` or `compile` (each block and the loss), with suffixes. `:reshard` frees parameters after the
     forward. `:float8` uses torchao float8 with an FP8 all-gather. `:cudnn` prefers cuDNN attention. `:graph` replicates the
     model and captures the step in one CUDA graph; `:whole:graph` also compiles the model as a whole. `:experts` uses expert
-    parallelism. `te RECIPE` has blocks of Transformer Engine (`benchmarks/peers/te_variant.py`), optionally with `:reshard`,
-    or with `:graph` and float32 parameters. Pass the flag without values to skip PyTorch."""
+    parallelism. `:muon` updates the matrices of the blocks with `torch.optim.Muon`. `te RECIPE` has blocks of Transformer
+    Engine (`benchmarks/peers/te_variant.py`), optionally with `:reshard`, or with `:graph` and float32 parameters. Pass the
+    flag without values to skip PyTorch."""
     sequences: int = 0
     """Sequences per GPU and step. 0 uses the default of the work."""
     one_gpu: Literal["yes", "no"] = "yes"
@@ -106,7 +107,7 @@ def torch_candidate(peer: str, config: TrainConfig, options: Options) -> Candida
             raise SystemExit(f"--peers has {peer!r}: Transformer Engine {reason}")
     ranks = config.parallel.shards
     request = {"config": config.to_dict(), "te": mode if is_te(mode) else "", "compile": mode == "compile"}
-    request |= {name: name in suffixes for name in ("reshard", "float8", "cudnn", "graph", "whole", "experts")}
+    request |= {name: name in suffixes for name in ("reshard", "float8", "cudnn", "graph", "whole", "experts", "muon")}
     return torch_ranks({"system": "torch", "variant": peer, "ranks": ranks}, "benchmarks.peers.fsdp", request, ranks, options)
 
 

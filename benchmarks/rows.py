@@ -22,6 +22,7 @@ FIELDS = {
     "ranks, device, xla_options, capture": "number of ranks, device kind, XLA options, CUDA graph coverage",
     "compiled": "number of compiled programs, and hits of the compilation cache",
     "ms, power_watts, sm_clock_mhz": "time of a step; power and clock of the GPU during the measurement",
+    "ms_of_groups": "smallest and largest mean of a group of steps",
     "host_ms, host_us": "host time to dispatch a step or a replay to an idle device",
     "stream_ms": "time of a step without a wait between steps",
     "slowest_ms, late, slowest": "soak: slowest step, number of steps over twice the median, the five slowest steps",

@@ -1,6 +1,7 @@
 """Train JAX models on NVIDIA GPUs as one captured program per step.
 
-- A training step for your loop: `train_step`; strategies `Replicated`, `FullySharded` and `Pipelined`; `elementwise`, `Loss`.
+- A training step for your loop: `train_step`; strategies `Replicated`, `FullySharded` and `Pipelined`; `elementwise`,
+  `sharded_matrices`, `Loss`.
 - A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `rms_norm`, `scope`,
   `BATCH_AXES`; with experts: `MoE`, `MoEConfig`, `grouped_dot`.
 - Fine-tuning: `lora`, `AdaptedModel`; `lm_eval_model` for tasks of lm-eval.

@@ -46,6 +46,7 @@ from .schedule import Order as Order, Schedule as Schedule
 from .scopes import scope as scope
 from .step import elementwise as elementwise
 from .step.compiled import CompiledStep as CompiledStep
+from .step.matrices import sharded_matrices as sharded_matrices
 from .step.packed import packed as packed
 from .step.state import StepMetrics as StepMetrics, TrainState as TrainState
 from .step.train_step import TrainStep as TrainStep, train_step as train_step

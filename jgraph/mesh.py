@@ -64,6 +64,11 @@ def _under(mesh: Mesh, fn: Callable[..., _T]) -> Callable[..., _T]:
     return traced
 
 
+def traced_on(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
+    """Sets the mesh of what is traced in a `with` block, so that `jax.sharding.get_abstract_mesh` returns it."""
+    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
 def partitioned(axis: str) -> int:
     """Returns the size of a mesh axis over which XLA partitions the function that is being traced; 1 if there is none."""
     mesh = jax.sharding.get_abstract_mesh()

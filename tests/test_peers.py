@@ -154,6 +154,39 @@ def test_missing_processes_are_named():
         peers.join(address, 1, 4, 0.3)
 
 
+def test_a_machine_without_both_families_of_addresses_listens_on_one(monkeypatch):
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with peers.listen(0) as server:
+        assert (server.family, server.getsockname()[0]) == (socket.AF_INET, "0.0.0.0")
+
+
+def test_a_connection_to_itself_is_closed_and_tried_again(monkeypatch):
+    monkeypatch.setattr(peers, "_DIAL_SECONDS", 0)
+    itself = socket.socket()
+    itself.bind(("localhost", 0))
+    itself.connect(itself.getsockname())
+    create = socket.create_connection
+    connections = iter([itself])
+    monkeypatch.setattr(
+        socket, "create_connection", lambda *args, **options: next(connections, None) or create(*args, **options)
+    )
+    with peers.listen(0) as server:
+        address = ("localhost", server.getsockname()[1])
+        with peers.join(address, 1, 2, 60) as joined:
+            assert joined.getpeername()[1] == address[1]
+    assert itself.fileno() == -1
+
+
+def test_a_shield_closes_a_connection_that_it_cannot_forward_and_takes_the_next(monkeypatch):
+    monkeypatch.setattr(peers, "_SHIELD_SECONDS", 0.01)
+    with peers.listen(0) as server:
+        address = ("localhost", server.getsockname()[1])
+    shield = ("localhost", peers.shield(address))
+    for _ in range(2):
+        with socket.create_connection(shield, timeout=5) as near:
+            assert near.recv(100) == b""
+
+
 def test_a_shield_never_has_the_port_that_it_forwards_to(monkeypatch):
     create = socket.create_server
     first = create(("localhost", 0))

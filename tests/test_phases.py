@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rich.console import Console
@@ -110,6 +111,16 @@ def test_only_process_0_shows_phases(terminal, capsys):
         print("by a model", file=sys.stdout)
     assert shown() == ""
     assert capsys.readouterr() == ("by a model\n", "")
+
+
+def test_a_phase_in_another_thread_runs_without_handlers_of_signals(capsys):
+    def run() -> str:
+        with interruptible("reading a file"):  # Python refuses a wakeup descriptor of another thread than the main one
+            return "read"
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(run).result() == "read"
+    assert re.fullmatch(r"reading a file: \d+\.\d s\n", capsys.readouterr().err)
 
 
 def test_a_run_that_hangs_in_a_phase_restores_the_terminal(terminal):

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.peers import torch_moe
 from benchmarks.peers.ranks import RankContext, time_ranks
 from benchmarks.peers.te_variant import parse_sharded_variant
-from benchmarks.peers.torch_gpt import GPT, adamw, cross_entropy, init_parameters, to_float8
+from benchmarks.peers.torch_gpt import GPT, MuonAndAdamW, adamw, cross_entropy, init_parameters, to_float8
 from benchmarks.peers.torch_run import Step, random_tokens, training_step as make_step, with_cudnn
 from benchmarks.rows import Row
 from jgraph.train.config import TrainConfig
@@ -33,7 +33,7 @@ from jgraph_models.gpt import GPTConfig
 
 def build(context: RankContext, request: Row, config: TrainConfig) -> Step:
     """Builds the step of a request."""
-    flags = {name: request[name] for name in ("te", "compile", "reshard", "float8", "graph", "whole", "experts")}
+    flags = {name: request[name] for name in ("te", "compile", "reshard", "float8", "graph", "whole", "experts", "muon")}
     step = training_step(config, context.rank, context.ranks, context.device, **flags)
     return with_cudnn(step) if request["cudnn"] else step
 
@@ -51,6 +51,7 @@ def training_step(
     graph: bool,
     whole: bool,
     experts: bool,
+    muon: bool,
 ) -> Callable[[], Tensor]:
     """Builds the training step on a fixed batch. It returns the loss of the rows of this rank.
 
@@ -67,7 +68,9 @@ def training_step(
         model = build_model(config.model, device, compile=compile and not whole, float8=float8, **options)
         # The backward needs the parameters of the root right after the forward.
         shard(model, reshard=False)
-        optimizer = adamw(model.parameters(), config.optimizer, capturable=graph and device.type == "cuda")
+        optimizer: Any = adamw(model.parameters(), config.optimizer, capturable=graph and device.type == "cuda")
+        if muon:
+            optimizer = MuonAndAdamW(model, config.optimizer)
     clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), config.optimizer.clip_norm)
     if graph:
         clip = make_replica_clip(model, config.optimizer.clip_norm, ranks)

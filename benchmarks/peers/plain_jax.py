@@ -10,6 +10,7 @@ A variant is a list of words. The first is the model:
 Further words change one thing each, and combine:
 
 - `nnx`: the state is a nested `nnx.State`. By default it is a pure dict, which needs less host time per call.
+- `muon`: `optax.contrib.muon` for the matrices of the blocks.
 - `flatten`: the optimizer is wrapped in `optax.flatten`, so that a step has fewer arrays.
 - `packed`: the optimizer is wrapped in `jgraph.packed`. `params`: the parameters are packed with `jgraph.Packing`.
 - `jit`: the step is compiled by `jgraph.jit` instead of `jax.jit`.
@@ -48,7 +49,7 @@ from jgraph_models.gpt import GPT, rotary_of
 Tree = Any
 
 OWN = ("packed", "params", "jit")  # words that use jgraph
-MODELS, WORDS = ("same", "stock"), ("nnx", "flatten", *OWN, "off", "tuned")
+MODELS, WORDS = ("same", "stock"), ("nnx", "flatten", "muon", *OWN, "off", "tuned")
 
 # From MaxText/configs/a3/llama_2_7b/1vm.sh, without options that set XLA's default and without `xla_gpu_graph_level=0`, which
 # disables command buffers: the word `off` does that. Options that the installed XLA no longer has are left out.
@@ -151,10 +152,22 @@ def stock_kernels(config: TrainConfig, platform: str) -> dict[str, str]:
     return {"norm": "xla", "attention": "cudnn" if platform == "gpu" and is_long else "xla"}
 
 
+def matrices_of_blocks(params: Tree) -> Tree:
+    """Returns the axes of the matrices that Muon orthogonalizes."""
+    axes = optax.contrib.MuonDimensionNumbers(0, 1)
+
+    def of(path: Any, leaf: Any) -> Any:
+        return axes if leaf.ndim == 2 and "blocks" in jax.tree_util.keystr(path) else None
+
+    return jax.tree.map_with_path(of, params)
+
+
 def optimizer(config: TrainConfig, words: Sequence[str], packing: jgraph.Packing | None) -> optax.GradientTransformation:
     """Returns clipping and AdamW. With `flatten`, weight decay also applies to vectors: one vector holds everything."""
 
     def update(decay_mask: Any) -> Any:
+        if "muon" in words:
+            return optax.contrib.muon(config.optimizer.learning_rate, muon_weight_dimension_numbers=matrices_of_blocks)
         return adamw(config.optimizer, config.steps, decay_mask=decay_mask)
 
     clip_norm = config.optimizer.clip_norm

@@ -193,3 +193,23 @@ def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
 def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, capturable: bool = False) -> torch.optim.Optimizer:
     """Creates the fused AdamW of PyTorch. `capturable` keeps the step count on the GPU, for a CUDA graph of the update."""
     return torch.optim.AdamW(parameters, fused=True, capturable=capturable, **adamw_options(config))
+
+
+class MuonAndAdamW:
+    """`torch.optim.Muon` for the matrices of the blocks, and AdamW for all other parameters."""
+
+    def __init__(self, model: "GPT", config: OptimizerConfig):
+        matrices = [p for block in model.blocks for p in block.parameters() if p.ndim == 2]
+        rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+        self.optimizers = (
+            torch.optim.Muon(matrices, lr=config.learning_rate, weight_decay=0.0),
+            torch.optim.AdamW(rest, lr=config.learning_rate, weight_decay=0.0, fused=True),
+        )
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()

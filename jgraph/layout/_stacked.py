@@ -161,9 +161,7 @@ class _Followed:
 
     def _wanted(self, name: str, axis: int) -> list[tuple[str, int]]:
         """Follows the axis of a parameter to shard over `fsdp`, and refuses one that is not an axis of each layer."""
-        ranks = self.stacked.mesh_shape.get(Axis.FSDP, 1)
-        if ranks == 1:
-            return []
+        ranks = self.stacked.mesh_shape[Axis.FSDP]
         shape = self.params[name].shape
         if axis >= len(shape):
             raise _cannot(name, axis, f"must be less than {len(shape)}, because its shape is {shape}")

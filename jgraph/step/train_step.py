@@ -23,7 +23,7 @@ from jgraph.checkpoint.canonical import CanonicalLayout
 from jgraph.dispatch import in_turn, warn_unordered
 from jgraph.errors import ConfigError
 from jgraph.layout import named
-from jgraph.mesh import PARTITIONED_AXES
+from jgraph.mesh import PARTITIONED_AXES, traced_on
 from jgraph.precision.config import FP8Config
 from jgraph.scopes import scope
 from jgraph.step._bind import bind
@@ -449,7 +449,7 @@ class TrainStep:
         def step(state: TrainState, inputs: Tree) -> tuple[TrainState, StepMetrics]:
             key = jax.random.fold_in(self.key, state.step)
             sums, grads = gradients.gradients(state.params, state.carry, key, inputs)
-            with scope("optimizer"):
+            with scope("optimizer"), traced_on(self.mesh):
                 return self.update.apply(state, sums, grads)
 
         placed = None if self.mesh is None else (self.shardings, NamedSharding(self.mesh, PartitionSpec()))

@@ -107,6 +107,8 @@ class OptimizerConfig:
     """Dtype of the first moment."""
     second_moment_dtype: DtypeName = "float32"
     """Dtype of the second moment."""
+    matrix_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the matmuls of muon. `auto` is bfloat16 if the model computes in bfloat16, else float32."""
 
     unset: Suppress[Fixed[Mapping[str, float]]] = field(default_factory=dict, compare=False, repr=False)
     """Numbers that nobody set, by name of the field. A field with another value than here has been set. Not in config.json."""
@@ -144,6 +146,8 @@ class OptimizerConfig:
         if self.name == "adamw":
             require_positive(self, "eps", prefix="optimizer.")
         check_field(self, "optimizer.eps", 0 <= self.eps < math.inf, "0 or positive")
+        muon_only = self.name == "muon" or self.matrix_dtype == "auto"
+        check_field(self, "optimizer.matrix_dtype", muon_only, f"auto with `optimizer.name` {self.name}, which has no matmuls")
         check_field(self, "optimizer.warmup_steps", self.warmup_steps >= 0, "0 or positive")
         check_field(self, "optimizer.beta1", 0 <= self.beta1 < 1, "in [0, 1)")
         check_field(self, "optimizer.beta2", 0 <= self.beta2 < 1, "in [0, 1)")

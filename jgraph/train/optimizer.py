@@ -7,10 +7,12 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from jgraph.errors import ConfigError
 from jgraph.step import elementwise
 from jgraph.step.transform import Elementwise
+from jgraph.train._muon import muon
 from jgraph.train._optimizer_config import OPTIMIZERS, OptimizerConfig
 from jgraph.tree import expert_axis, is_matrix, is_router, leaf_names, matching, path_name
 from jgraph.types import Mask, Params, Tree, TreeOf
@@ -31,19 +33,20 @@ _SET_HERE = ("learning_rate", "adam_learning_rate", "muon_weight_dimension_numbe
 
 
 def optimizer(
-    config: OptimizerConfig, steps: int, shapes: Tree, *, stacked: bool = False
+    config: OptimizerConfig, steps: int, shapes: Tree, *, stacked: bool = False, compute_dtype: DTypeLike = jnp.float32
 ) -> optax.GradientTransformation | Elementwise:
     """Returns the optimizer of a configuration, as the argument `transform` of `train_step`. Does not clip the gradient.
 
-    It is declared `elementwise` if it updates every element independently and there are no groups. `stacked` is True if the
-    parameters of the layers have a leading axis for the layers; read for muon only.
+    It is declared `elementwise` if it updates every element independently and there are no groups. Muon reads the last two
+    arguments: `stacked` is True if the parameters of the layers have a leading axis for the layers.
     """
     schedule = learning_rate(config, steps)
     _check_arguments(config)
+    matrix_dtype = _matrix_dtype(config, compute_dtype)
 
     def make(mask: WhereDecays, rate: float = 1.0, decay: float | None = None) -> optax.GradientTransformation:
         scaled = schedule if rate == 1 else lambda count: rate * schedule(count)
-        return _transform(config, scaled, config.weight_decay if decay is None else decay, mask, stacked)
+        return _transform(config, scaled, config.weight_decay if decay is None else decay, mask, stacked, matrix_dtype)
 
     if config.args:
         try:
@@ -87,7 +90,7 @@ def _adamw(config: OptimizerConfig, schedule: optax.Schedule, decay: float, mask
 
 
 def _transform(
-    config: OptimizerConfig, schedule: optax.Schedule, decay: float, mask: WhereDecays, stacked: bool
+    config: OptimizerConfig, schedule: optax.Schedule, decay: float, mask: WhereDecays, stacked: bool, matrix_dtype: DTypeLike
 ) -> optax.GradientTransformation:
     if config.name == "adamw":
         return _adamw(config, schedule, decay, mask)
@@ -97,9 +100,17 @@ def _transform(
     values = {name: value if isinstance(value, str) else float(value) for name, value in values.items()}
     values |= dict.fromkeys(_KEYWORDS["weight_decay"], float(decay)) | dict.fromkeys(_MASKS, mask)
     values |= {"learning_rate": schedule, "muon_weight_dimension_numbers": lambda params: _muon_axes(params, stacked)}
-    made = constructor(**{name: value for name, value in values.items() if name in takes}, **config.keywords)
+    values = {name: value for name, value in values.items() if name in takes} | config.keywords
+    made = muon(matrix_dtype, values) if config.name == "muon" else constructor(**values)
     # The moments are float32, even if the parameters are not, because updates are computed in float32.
     return optax.GradientTransformationExtraArgs(lambda params: made.init(optax.tree.cast(params, jnp.float32)), made.update)
+
+
+def _matrix_dtype(config: OptimizerConfig, compute_dtype: DTypeLike) -> DTypeLike:
+    """Returns the dtype of the matmuls of muon."""
+    if config.matrix_dtype == "auto":
+        return jnp.bfloat16 if jnp.dtype(compute_dtype) == jnp.bfloat16 else jnp.float32
+    return config.matrix_dtype
 
 
 def _constructor(name: str) -> Callable[..., Any]:

@@ -64,7 +64,13 @@ class TrainSetup:
                 strategy = data_parallel(parallel, mesh, model, is_sharded=config.is_sharded)
             strategy = tensor_parallel(parallel, strategy, model)
             functions = model.functions
-            transform = optimizer(config.optimizer, config.steps, functions.shapes, stacked=config.hooks.scan_layers)
+            transform = optimizer(
+                config.optimizer,
+                config.steps,
+                functions.shapes,
+                stacked=config.hooks.scan_layers,
+                compute_dtype=config.hooks.compute_dtype or "float32",
+            )
             step = train_step(
                 model.loss,
                 transform,

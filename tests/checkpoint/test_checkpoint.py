@@ -4,7 +4,7 @@ import itertools
 import json
 import shutil
 import zlib
-from functools import partial
+from functools import partial, reduce
 from types import SimpleNamespace
 
 import jax
@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgraph.checkpoint import CheckpointReader, store
-from jgraph.checkpoint._digest import checksums
+from jgraph.checkpoint._digest import DamagedError, checksums, unseal
 from jgraph.checkpoint.store import Checkpoints, check_space
 from jgraph.errors import CheckpointError, ConfigError
 
@@ -97,18 +97,11 @@ def nest_the_digest(directory):
     (directory / "digest" / "metadata").write_text('{"leaves": ' + 200_000 * "[" + 200_000 * "]" + "}")
 
 
-def nest_the_digest_less(directory):
-    (directory / "digest" / "metadata").write_text('{"checksums": [], "crc": 0, "leaves": ' + 900 * "[" + 900 * "]" + "}")
-
-
 def largest_file(directory):
     return max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
-DAMAGES = [
-    *(flip_a_byte, truncate, delete_largest, empty_directory, change_a_checksum, garble_the_digest),
-    *(nest_the_digest, nest_the_digest_less),
-]
+DAMAGES = [flip_a_byte, truncate, delete_largest, empty_directory, change_a_checksum, garble_the_digest, nest_the_digest]
 
 
 def test_errors_name_the_arguments_of_the_caller(open_checkpoints, tmp_path):
@@ -627,6 +620,30 @@ def test_a_leaf_with_a_wrong_checksum_is_refused(open_checkpoints, tmp_path, mon
         pytest.raises(CheckpointError, match="has checksum"),
     ):
         reader.read("['a']")
+
+
+def test_a_leaf_with_another_shape_or_name_is_refused_with_the_checkpoint(directory):
+    with contextlib.closing(CheckpointReader(directory, field="continue_from")) as reader:
+        shapes = r"'a'\] has shape \[300, 40\] in it and \[300, 41\] in this run"
+        with pytest.raises(CheckpointError, match=rf"checkpoint \S+/2 does not fit this run: .*{shapes}$") as error:
+            reader.place({"['a']": jax.ShapeDtypeStruct((300, 41), jnp.float32)})
+        assert error.value.field == "continue_from"
+        with pytest.raises(CheckpointError, match=r"checkpoint \S+/2 has no \['c'\]$"):
+            reader.read("['c']")
+
+
+@pytest.mark.parametrize("field", ["crc", "checksums"])
+def test_an_incomplete_digest_is_damage(directory, field):
+    path = directory / "2" / "digest" / "metadata"
+    path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != field}))
+    with pytest.raises(CheckpointError, match=r"is damaged \(its digest is incomplete\); name another `step`$"):
+        CheckpointReader(directory)
+
+
+def test_a_digest_that_is_nested_too_deeply_for_its_checksum_is_damage():
+    digest = {"leaves": reduce(lambda nested, _: [nested], range(50_000), []), "checksums": [], "crc": 0, "step": 1}
+    with pytest.raises(DamagedError, match=r"^its digest is incomplete$"):
+        unseal(digest)
 
 
 def test_a_reader_without_a_checkpoint_raises(tmp_path):

@@ -15,7 +15,9 @@ import jgraph
 from jgraph.compare.__main__ import main
 from jgraph.compare._compare import Comparison, Measurement
 from jgraph.compare._difference import Difference, difference
+from jgraph.compare._program import Running
 from jgraph.xla import CaptureReport
+from jgraph.xla.explain import Memory
 from tests import browser
 
 SHORT = {"rounds": 1, "seconds": 1e-4}
@@ -172,6 +174,14 @@ def test_several_processes_are_refused(monkeypatch):
         jgraph.compare(jnp.sin, jnp.cos, jnp.ones(4))
 
 
+def test_a_compiled_program_runs_as_it_is_and_reports_the_memory_of_xla():
+    x = jnp.ones(3)
+    compiled = jax.jit(lambda x: x + 1).lower(x).compile()
+    running = Running(jgraph.Program(compiled, (x,)))
+    assert (running.capture, running.memory) == (None, Memory.read(compiled))
+    assert running.memory.arguments == x.nbytes
+
+
 # --- Results ---
 
 
@@ -200,6 +210,11 @@ def test_leaves_of_one_name_are_all_compared():
 
 def test_an_equal_infinity_is_not_the_largest_magnitude():
     assert difference(np.array([np.inf, 1.0]), np.array([np.inf, 2.0]), ("f", "g")).relative == 0.5
+
+
+def test_a_nan_in_one_result_is_named_with_its_array():
+    found = difference({"a": 1.0, "b": np.nan}, {"a": 1.0, "b": 1.0}, ("f", "g"))
+    assert str(found) == "NaN or infinity in one of them in b"
 
 
 def test_equal_values_with_other_bits_have_no_largest_difference():

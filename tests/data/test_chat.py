@@ -101,6 +101,13 @@ def test_the_text_that_ends_an_answer_is_found_in_the_template(tmp_path, name, e
     assert ids.count(chats.SPECIAL.index("<s>")) == (name != "chatml")
 
 
+def test_a_template_that_refuses_the_messages_of_a_prompt_fails_in_one_line(tmp_path):
+    template = "{{ raise_exception('no system\\n message') }}"
+    tokenizer = Tokenizer.of(chats.save_tokenizer(tmp_path / "folder", template))
+    with pytest.raises(DataError, match=r"^the chat template fails: no system message$"):
+        prompt(tokenizer, [chats.message("system", "Hi")])
+
+
 def test_a_template_file_replaces_all_templates_of_the_folder(tmp_path, folder):
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools{{ messages[-1].content }}")

@@ -155,6 +155,19 @@ def test_a_file_that_is_not_a_tokenizer_is_refused(make, text_file):
         make(tokenizer=text_file)
 
 
+def test_a_folder_without_a_tokenizer_is_refused(make, tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(
+        DataError, match=r"^`tokenizer` is \S+/folder: must be a folder with a tokenizer\.json or other vocabulary$"
+    ):
+        make(tokenizer=tmp_path / "folder")
+
+
+def test_no_text_is_refused(make):
+    with pytest.raises(DataError, match=r"^`text` is empty: name at least one text file$"):
+        make(texts=[])
+
+
 def test_text_that_the_tokenizer_cannot_encode_is_refused_with_its_file_name(make, tmp_path):
     path = tmp_path / "two-words.json"
     Tokenizer(models.WordLevel({"\n": 0, "hello": 1}, unk_token="[UNK]")).save(str(path))

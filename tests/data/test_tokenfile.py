@@ -190,6 +190,11 @@ def test_concatenated_parts_are_sliced_like_one_array(lengths, start, stop):
     assert np.array_equal(view[start:stop], whole[start:stop])
 
 
+def test_a_stride_is_refused():
+    with pytest.raises(IndexError, match=r"^stride is 2: must be 1$"):
+        Concatenated([np.arange(5, dtype=np.uint16)])[::2]
+
+
 def test_a_slice_inside_one_part_is_a_view():
     parts = [np.arange(5, dtype=np.uint16), np.arange(5, dtype=np.uint16)]
     assert np.shares_memory(Concatenated(parts)[6:9], parts[1])

@@ -84,6 +84,13 @@ def test_devices_with_zigzag_chunks_of_queries_together_compute_the_attention_of
         np.testing.assert_allclose(sum(pieces), whole, rtol=1e-5, atol=1e-5)
 
 
+@needs_mosaic
+def test_the_kernel_without_a_gradient_returns_the_attention():
+    q, k, v, starts, _ = arrays(100, 24)
+    found = jax.eval_shape(lambda *args: document_attention(*args, implementation="mosaic"), q, k, v, starts)
+    assert (found.shape, found.dtype) == (q.shape, q.dtype)
+
+
 # The queries are in the second of four tiles. Documents begin in the first tile and at the first query.
 @needs_mosaic
 def test_keys_that_no_query_reads_have_zero_gradients_in_the_kernel():

@@ -106,6 +106,23 @@ def test_a_gradient_with_another_reader_is_not_rotated_in_the_kernel():
     assert GRADIENT in str(jax.make_jaxpr(fused(run, "xla"))(qkv, *dy))
 
 
+@pytest.mark.parametrize(("rows", "call"), [(2 * B * T, lambda fn: fn), (B * T, jax.jit)], ids=["shape", "function"])
+def test_a_gradient_in_another_shape_or_of_arrays_inside_a_function_is_not_rotated_in_the_kernel(rows, call):
+    tables, qkv = halves(rotary(T, 64, 1e4)), heads(64)
+
+    @call
+    def gradient(qkv, *dy):
+        return jax.vjp(lambda qkv: rotated_heads(qkv, *tables, **HEADS), qkv)[1](dy)[0]
+
+    def run(qkv, *dy):
+        return cast_transpose(gradient(qkv, *dy).reshape(rows, -1), jnp.float32(512))
+
+    dy = reference(heads(64, seed=1), rotary(T, 64, 1e4))
+    found = jax.make_jaxpr(fused(run, "xla"))(qkv, *dy)
+    assert GRADIENT in str(found)
+    assert found.out_avals == jax.make_jaxpr(run)(qkv, *dy).out_avals
+
+
 def test_heads_and_tables_of_another_shape_are_refused():
     tables = halves(rotary(T, 16, 1e4))
     for wrong, field in [((heads(16)[:, :, 1:], *tables), "qkv_BTHK"), ((heads(16), tables[0][1:], tables[1]), "cos_TP")]:

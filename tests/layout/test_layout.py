@@ -175,6 +175,19 @@ def test_layers_that_share_an_array_must_agree_on_the_sharded_axis():
         wanted.then(stacked(first))
 
 
+def test_an_axis_that_the_split_of_a_model_cannot_follow_is_refused():
+    first = named({"gain": jax.ShapeDtypeStruct((2, 3, 8), jnp.float32)})
+
+    def unstack(tree: Any) -> tuple[Any, list[Any]]:
+        return {}, list(tree["gain"].reshape(2, 24))
+
+    wanted = first.then(described(lambda _, param: dataclasses.replace(param, wanted=2)))
+    must = "must be an axis that PipelineModel.split leaves unchanged"
+    with pytest.raises(ConfigError, match=rf"^`shard_rules` shards gain along axis 2: {must}$") as error:
+        wanted.then(Stacked(first, unstack, join, [(0, 0, 0), (1, 0, 0)], {}, {"pipe": 2, "fsdp": 2}))
+    assert error.value.field == "shard_rules"
+
+
 def test_a_place_that_is_padding_on_every_rank_holds_zeros():
     first = named({"blocks": [jax.ShapeDtypeStruct((3,), jnp.float32)] * LAYERS})
     places = [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 1, 0), (0, 1, 0)]  # nothing at chunk 1, place 1

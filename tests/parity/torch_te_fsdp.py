@@ -113,7 +113,7 @@ def train(config: TrainConfig, variant: str, rank: int, ranks: int) -> list[floa
 
     mode, _, suffix = variant.partition(":")
     te = mode if mode != "eager" else ""
-    flags = {name: name == suffix for name in ("compile", "reshard", "float8", "graph", "whole", "experts")}
+    flags = {name: name == suffix for name in ("compile", "reshard", "float8", "graph", "whole", "experts", "muon")}
     step = fsdp.training_step(config, rank, ranks, torch.device("cpu"), te=te, **flags)
     losses = []
     for _ in range(STEPS):

@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec
 import jgraph
 from jgraph.errors import ConfigError, OrderError, ShapeError
 from jgraph.layout import Stacked, named
-from jgraph.pipeline import Pipeline, PipelineModel, StageAssignment
+from jgraph.pipeline import Pipeline, Pipelined, PipelineModel, StageAssignment
 from jgraph.pipeline._ends import End
+from jgraph.pipeline._memory import bytes_per_rank
+from jgraph.pipeline._stages import chunk_layout
 from jgraph.schedule import Order, Schedule, generate, vee
 from jgraph.strategies.sharding import FSDPChoices
 from tests.pipeline import model
@@ -64,6 +66,27 @@ def test_a_pipeline_casts_the_parameters_that_other_strategies_cast():
     }
     copies = pipe.shards.layers[0][0]
     assert {name: shard.dtype for name, shard in copies.items()} == {"kernel": jnp.bfloat16, "bias": None, "scale": None}
+
+
+def test_the_predicted_memory_has_a_cast_copy_of_embedding_head_and_matrices():
+    pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 4, fsdp=FSDPChoices(compute_dtype=jnp.bfloat16))
+    outer, layers = model.params(4)
+    of_rank = jax.tree.leaves((outer, [(layer["up"], layer["down"]) for layer in layers[:2]]))
+    assert bytes_per_rank(pipe, model.batch(2))["cast"] == 2 * sum(leaf.size for leaf in of_rank)
+
+
+def test_the_only_scalar_of_a_chunk_gets_an_axis_to_be_sharded_over_ranks():
+    tree = [{"gate": jnp.float32(3), "up": jnp.ones((2, 2))}]
+    layout = chunk_layout(tree, ())
+    found = layout.pack(tree)
+    assert [array.shape for array in found.values() if array.size == 1] == [(1,)]
+    assert {name: array.shape for name, array in found.items()} == {name: param.shape for name, param in layout.params.items()}
+    jax.tree.map(np.testing.assert_array_equal, layout.unpack(found), tree)
+
+
+def test_the_repr_of_a_pipeline_has_its_mesh_its_parameters_and_its_schedule():
+    strategy = Pipelined(model.mesh(2), model.params(2), generate("1f1b", pp=2, microbatches=4))
+    assert repr(strategy) == f"Pipelined(data=1, pipe=2, 632 parameters, {strategy.schedule!r})"
 
 
 # --- Embedding and head sharded over the ranks: each rank has V / P rows of the table. ---

@@ -13,13 +13,14 @@ from jgraph.errors import ConfigError
 from jgraph.kernels.quantize import cast_transpose
 from jgraph.plan.__main__ import main
 from jgraph.plan._lifetimes import Lifetimes, Stored
-from jgraph.plan._memory import Predictor, State
-from jgraph.plan._plan import layouts
-from jgraph.plan._speed import SECONDS_PER_LAYER, work
+from jgraph.plan._memory import Memory, Predictor, State
+from jgraph.plan._plan import Option, Plan, _base, layouts
+from jgraph.plan._speed import MATMULS, SECONDS_PER_LAYER, Speed, work
 from jgraph.train.__main__ import parse
 from jgraph.train.config import LoRAConfig, TrainConfig
 from jgraph.train.presets import preset
 from jgraph.train.setup import TrainSetup
+from tests import own
 from tests.target_fixture import reused_kernels
 
 TINY = preset("cpu-tiny")
@@ -195,3 +196,53 @@ def test_the_peak_is_that_of_xla_for_a_gpu_that_is_not_present(h200, changes):
     report = jgraph.explain(setup.step.jitted(), setup.step.state, setup.batch(), target="h200", compiler_options=options)
     assert report.memory is not None
     assert Predictor(TARGETS["h200"], "xla").memory(config).peak == pytest.approx(report.memory.total, rel=0.04)
+
+
+def test_the_peak_of_a_loop_is_that_of_its_body():
+    up, down, x_MN = jnp.ones((128, 512)), jnp.ones((512, 128)), jnp.ones((64, 128))
+
+    def body(x_MN, _):
+        for _ in range(2):
+            x_MN = jnp.tanh(x_MN @ up) @ down
+        return x_MN, None
+
+    closed = jax.make_jaxpr(lambda x_MN: jax.lax.scan(body, x_MN, length=3)[0])(x_MN)
+    found = Lifetimes.of(closed, [True], params=frozenset(), length=7, attention="cudnn")
+    # The matmul writes an array, and its tanh is the operand of the next one. Those of the first half are gone.
+    wide = [array for array in found.arrays if array.shape == (64, 512)]
+    assert [array.nbytes for array in wide] == 2 * [64 * 512 * 4]
+    assert all(array.first == array.last for array in wide)
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, 16), (4, 4)])
+def test_adapters_have_the_rank_of_the_configuration_or_else_16(rank, expected):
+    assert _base(TINY.changed(lora=LoRAConfig(rank=rank)), None, "lora").lora.rank == expected
+
+
+def option(*, fits: bool, state: float = 1.0) -> Option:
+    return Option(TINY, Memory(state, 0, 0, 0, 0), Speed(1, 0, 0, 1), fits, "python -m jgraph.train")
+
+
+def plan_of(*options: Option, **refused: int) -> str:
+    return str(Plan("name", "h100", 2, 1, 1, 100.0, options, refused))
+
+
+def test_the_table_counts_what_it_does_not_show():
+    lines = plan_of(*15 * [option(fits=True)], *2 * [option(fits=False)], often=3, rare=1).splitlines()
+    assert sum(line.startswith("one GPU ") for line in lines) == 12
+    assert lines[14:18] == [
+        "and 3 slower layouts that fit",
+        "2 other layouts do not fit",
+        "refused in 3 layouts: often",
+        "refused: rare",
+    ]
+
+
+def test_a_model_that_no_number_of_gpus_holds_is_refused_with_the_largest_number():
+    assert "does not fit on 2, and not on fewer than 131072: " in plan_of(option(fits=False, state=1e9))
+
+
+def test_a_model_without_a_count_of_flops_takes_six_per_parameter_and_token():
+    config = TrainConfig.from_fields(module="tests.own:Normed", model=own.Settings(), batch_size=8, seq_len=16)
+    one, two = (work(config, TARGETS["h200"], State(0, 0), count * 10**9) for count in (1, 2))
+    assert two - one == pytest.approx(6e9 * 8 * 16 / (TARGETS["h200"].product_flops_per_second * MATMULS))

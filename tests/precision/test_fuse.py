@@ -95,6 +95,9 @@ def test_an_array_with_another_reader_is_still_written():
         lambda x: jnp.tanh(x.reshape(2, 64, 64) * jnp.cos(x.reshape(2, 64, 64).sum((0, 2)))[None, :, None]),
         lambda x: jnp.tanh(jnp.sort(x)),  # sort is not elementwise
         lambda x: jnp.tanh(x).T,
+        lambda x: jnp.tanh(x) * jnp.abs(1j * x),  # kernels have no complex numbers
+        # The argument of tanh is in memory only inside the function.
+        jax.jit(lambda x: jnp.tanh(jax.lax.optimization_barrier(x + 1))),
         lambda x: jnp.where(x > 0, jnp.tanh(x), x),
         lambda x: sum(jnp.tanh(jax.lax.optimization_barrier(x + i)) for i in range(5)),  # more inputs than a kernel supports
     ],

@@ -66,7 +66,9 @@ def test_curves_have_the_entries_of_a_run_and_null_for_nonfinite_values(two):
 
 
 def test_runs_with_unknown_settings_or_without_entries_are_shown(run_dir):
-    earlier = run_dir("earlier", [{"step": 1, "loss": 5.0, "own": 10**400}, {"step": 10, "loss": 1e999}], samples=False)
+    earlier = run_dir(
+        "earlier", [{"step": 1, "loss": 5.0, "own": 1, "grad_norm": 10**400}, {"step": 10, "loss": 1e999}], samples=False
+    )
     RunDir(earlier).config.write_text('{"steps": 10, "batch_size": null, "optimizer": {"beta1": NaN}}')
     started = run_dir("started", [], samples=False)
     (started / "lock").touch()

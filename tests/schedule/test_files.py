@@ -225,7 +225,7 @@ def test_a_folder_and_an_empty_file_are_refused(tmp_path, suffix):
     (tmp_path / f"empty{suffix}").write_bytes(b"")
     with pytest.raises(OrderError, match=r"folder.*: cannot be read as a schedule \(Is a directory\)"):
         read(tmp_path / f"folder{suffix}")
-    with pytest.raises(OrderError, match="empty"):
+    with pytest.raises(OrderError, match=r": the table is empty; write one row per rank$|: this is not JSON: "):
         read(tmp_path / f"empty{suffix}")
 
 

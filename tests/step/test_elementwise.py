@@ -1,5 +1,7 @@
 """Tests that `jgraph.elementwise` accepts elementwise transforms and refuses all others before compiling."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -48,6 +50,17 @@ def flipped_by_sum(grads, params):
     return jax.tree.map(lambda grad: jax.lax.cond(jnp.sum(grad) > 0, jnp.negative, jnp.positive, grad), grads)
 
 
+def skipped_unless(combine, *conditions):
+    """Skips an update unless conditions hold on all elements of the arrays; a further array has the last condition."""
+
+    def update(grads, params):
+        leaves = jax.tree.leaves(grads)
+        of_arrays = [conditions[min(i, len(conditions) - 1)](leaf).all() for i, leaf in enumerate(leaves)]
+        return jax.tree.map(lambda grad: jnp.where(functools.reduce(combine, of_arrays), grad, 0), grads)
+
+    return optax.stateless(update)
+
+
 SLOW_START = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 2000, 10_000)
 
 ELEMENTWISE = {
@@ -69,6 +82,7 @@ ELEMENTWISE = {
     "accumulation as a transform": optax.MultiSteps(optax.adam(1e-3), 3).gradient_transformation(),
     "skipping of gradients that are not finite": optax.apply_if_finite(optax.adam(1e-3), 3),
     "a plateau of the loss": optax.chain(optax.adam(1e-3), contrib.reduce_on_plateau(patience=1)),
+    "skipping unless all elements are positive": skipped_unless(jnp.logical_and, lambda leaf: leaf > 0),
     "a schedule-free average": contrib.schedule_free_adamw(1e-3),
 }
 
@@ -93,6 +107,8 @@ COUPLED = {
     "rates by path": optax.partition({True: optax.sgd(0.1), False: optax.adam(1e-3)}, embedding_by_path),
     "the norm of the previous gradient": divided_by_previous_norm(),
     "another power for each leaf": optax.stateless(power_of_leaf),
+    "another condition for the first array": skipped_unless(jnp.logical_and, jnp.isfinite, lambda leaf: leaf > 0),
+    "a condition on any array": skipped_unless(jnp.logical_or, jnp.isfinite),
     "a function that is not called": optax.adamw,
 }
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -243,21 +244,27 @@ def test_rules_override_the_partition_names_of_a_model_in_a_pipeline():
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("rules", "fields", "message"),
     [
-        {"shard_rules": ("embedding_VD=0",)},  # the pipeline shards this axis
-        {"shard_rules": ("*/up/kernel=0",), "fsdp": 3, "batch_size": 12},  # 32 rows
-        {"shard_rules": ("*/up/kernel=2",)},
-        {"shard_rules": ("blocks/0/*/up/kernel=0", "blocks/1/*/up/kernel=1")},  # one array on two ranks
-        {"shard_rules": ("nothing=0",)},
+        ("embedding_VD=0", {}, "shards embedding_VD along axis 0: must be a different axis, because `pp` shards this one"),
+        (
+            "*/up/kernel=0",
+            {"fsdp": 3, "batch_size": 12},
+            "along axis 0: its length 32 must be a multiple of `fsdp` 3 in a pipeline",
+        ),
+        ("*/up/kernel=2", {}, "along axis 2: must be less than 2, because its shape is (32, 64)"),
+        (
+            "blocks/0/*/up/kernel=0 blocks/1/*/up/kernel=1",
+            {},
+            "kernel along axis 1: must be the axis of blocks/0/mlp/up/kernel",
+        ),
+        ("nothing=0", {}, "has 'nothing', which matches no parameter: must match one of "),
     ],
-    ids=lambda fields: " ".join(fields["shard_rules"]),
 )
-def test_a_shard_rule_that_a_pipeline_cannot_apply_is_refused_in_one_line(fields):
-    with pytest.raises(ConfigError) as error:
-        axes_in_a_pipeline(**fields)
+def test_a_shard_rule_that_a_pipeline_cannot_apply_is_refused_in_one_line(rules, fields, message):
+    with pytest.raises(ConfigError, match=rf"^`shard_rules` .*{re.escape(message)}.*\Z") as error:
+        axes_in_a_pipeline(shard_rules=tuple(rules.split()), **fields)
     assert error.value.field == "shard_rules"
-    assert "\n" not in str(error.value)
 
 
 def test_sharding_the_layer_axis_is_refused_in_a_pipeline():

@@ -45,3 +45,10 @@ def test_parameters_sharded_over_a_custom_axis_train_as_on_one_device(transform)
 def test_the_library_does_not_know_the_custom_axis():
     sources = Path(jgraph.__file__).parent.rglob("*.py")
     assert not [path for path in sources if f'"{partitioned.AXIS}"' in path.read_text()]
+
+
+def test_a_strategy_without_reports_of_its_own_predicts_no_memory_and_logs_nothing():
+    strategy = partitioned.Partitioned(Mesh(np.array(jax.devices()[:2]), (partitioned.AXIS,)), PARAMS)
+    reports = jgraph.train_step(loss, optax.sgd(0.1), strategy, num_microbatches=2).bound.reports
+    assert reports.predict_memory(BATCH) == ({}, "some")
+    assert reports.describe(BATCH, None, [], None) == []

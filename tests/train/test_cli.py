@@ -22,7 +22,7 @@ from jgraph import cli
 from jgraph.data import write_tokens
 from jgraph.errors import ConfigError
 from jgraph.train.__main__ import ELSEWHERE, main, parse
-from jgraph.train._memory import check_step
+from jgraph.train._memory import check_step, memory_errors
 from jgraph.train.config import FIELDS, InputConfig, TrainConfig
 from jgraph.train.presets import PRESETS
 from jgraph.train.rundir import RunDir
@@ -467,6 +467,15 @@ def test_a_step_that_does_not_fit_names_what_needs_the_memory(arguments, words, 
             check_step(InputConfig(batch_size=4), step, 1)
     memory = Memory(arguments=1, outputs=0, aliased=0, temporaries=2)
     check_step(InputConfig(batch_size=4), SimpleNamespace(memory=memory, capture=None), 1)
+
+
+def test_another_error_of_a_device_is_not_reported_as_too_little_memory(tmp_path):
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match=r"^INTERNAL: ") as error,
+        memory_errors(InputConfig(), RunDir(tmp_path)),
+    ):
+        raise jax.errors.JaxRuntimeError("INTERNAL: an illegal memory access")
+    assert error.value.__cause__ is None
 
 
 @pytest.mark.long

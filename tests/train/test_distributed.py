@@ -7,6 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,9 +18,12 @@ import pytest
 from jgraph.checkpoint.store import Checkpoints
 from jgraph.data import Batches
 from jgraph.errors import ConfigError
-from jgraph.processes import connect, devices_of_ranks
+from jgraph.launchers import Launch
+from jgraph.processes import Connection, connect, devices_of_ranks, unused_gpus
+from jgraph.train import _trainer
 from jgraph.train.__main__ import main
-from jgraph.train.config import DistributedConfig, OptimizerConfig, TrainConfig
+from jgraph.train._strategy import make_mesh
+from jgraph.train.config import DistributedConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import GPTConfig
@@ -136,6 +142,56 @@ def test_a_failed_connection_is_reported_in_one_line():
     assert len(run.stdout.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("wait", "reason"), [(0, "UNAVAILABLE: no answer of a"), (60, r"no connection after 0\.05 s")], ids=["an error", "silence"]
+)
+def test_a_service_of_jax_that_does_not_start_is_reported_in_one_line(monkeypatch, wait, reason):
+    def initialize(**_):
+        time.sleep(wait)
+        raise RuntimeError("UNAVAILABLE: no answer\n of a")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    coordinator = f"localhost:{free_port()}"
+    message = rf"^`distributed.coordinator` is {coordinator}: the processes could not be connected: {reason}; check that all"
+    with pytest.raises(ConfigError, match=message) as error:
+        connect(coordinator=coordinator, num_processes=1, process_id=0, patience=0.05)
+    assert error.value.field == "distributed.coordinator"
+
+
+@pytest.mark.parametrize(
+    ("variables", "unused"),
+    [({"SLURM_GPUS_ON_NODE": "8"}, 6), ({"CUDA_VISIBLE_DEVICES": "3,1,0"}, 1), ({"SLURM_GPUS_ON_NODE": "1"}, 0)],
+)
+def test_gpus_of_this_machine_that_no_process_uses_are_counted(monkeypatch, variables, unused):
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+    assert unused_gpus() == 0
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert unused_gpus() == unused
+
+
+def test_the_header_of_a_run_names_its_processes_and_warns_of_unused_gpus(monkeypatch):
+    monkeypatch.setattr(_trainer, "unused_gpus", lambda: 6)
+    monkeypatch.setattr(_trainer, "_devices", lambda setup: "2 devices")
+    lines: list[str] = []
+    reporter: Any = SimpleNamespace(begins=lambda *_, **__: None, line=lines.append, warn=lines.append)
+    layout = SimpleNamespace(own=SimpleNamespace(params={}))
+    setup: Any = SimpleNamespace(config=TrainConfig(), step=SimpleNamespace(bound=SimpleNamespace(layout=layout)))
+    _trainer._describe(setup, None, Connection(Launch("torchrun", "a:1", 2, 1), None, {}), ["", "a line"], reporter)  # pyright: ignore[reportArgumentType]
+    assert lines == [
+        "processes  2, by variables of torchrun; process 1 listens at a:1 and runs on the CPU",
+        "no process uses 6 of the GPUs of this machine: see `distributed.local_devices`",
+        "a line",
+    ]
+
+
+def test_a_run_of_one_process_with_a_coordinator_has_no_mesh_on_one_device(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    assert make_mesh(ParallelConfig(), is_pipeline=False, is_sharded=False) is None
+
+
 # --- Several devices of one process ---
 
 
@@ -156,6 +212,13 @@ def test_more_ranks_than_one_cpu_are_refused_with_the_variable_that_simulates_th
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"only 1 is available; .* JAX_NUM_CPU_DEVICES=4$"):
         devices_of_ranks(4, flags="`fsdp` 4")
+
+
+def test_a_number_of_ranks_that_processes_cannot_share_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    with pytest.raises(ConfigError, match=r"^`dp` 4 needs 4 devices: must be a multiple of the 3 processes$") as error:
+        devices_of_ranks(4, flags="`dp` 4")
+    assert error.value.field == "dp"
 
 
 def weights_and_losses(dp: int) -> tuple[list[np.ndarray], list[float]]:

@@ -1,12 +1,18 @@
 import dataclasses
+import io
 import json
 import time
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 
+from jgraph.step.state import StepMetrics
+from jgraph.train._callbacks import GradientChecks
+from jgraph.train._console import Reporter
 from jgraph.train.metrics import MetricsLog, StepClock, peak_memory_bytes, read_metrics
 from jgraph.train.presets import preset
 from jgraph_models.gpt import GPT
@@ -42,6 +48,32 @@ def test_entries_are_flushed_at_once_and_nonfinite_values_are_null(tmp_path):
     log.add({"step": 1, "loss": float("nan"), "mfu": None, "skipped": 0})
     assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 1, "loss": None, "mfu": None, "skipped": 0}
     log.close()
+
+
+@pytest.mark.parametrize(
+    ("mfu", "expected"), [(0.4321, "8.0 ms/step  MFU 43.2%  1.50 GiB peak"), (None, "8.0 ms/step  1.50 GiB peak")]
+)
+def test_a_progress_line_has_the_mfu_if_the_rate_of_the_device_is_known(mfu, expected):
+    entry = {"step": 3, "loss": 2.0, "tokens_per_second": 1e5, "step_time_ms": 8.0, "skipped": 0}
+    entry |= {"mfu": mfu, "peak_memory_bytes": 3 << 29}
+    with io.StringIO() as file:
+        Reporter(Console(file=file, width=20), steps=9).progress(entry)
+        assert file.getvalue() == f"step 3/9  loss 2.0000  100,000 tokens/s  {expected}\n"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "problem"),
+    [
+        (StepMetrics(1.0, np.inf, [1e38, 3e38]), "the norm of the gradient overflows float32"),
+        (StepMetrics(np.inf, np.inf, [1e38, 3e38]), "the loss is inf and the norm of the gradient overflows float32"),
+        (StepMetrics(1.0, np.nan, [1.0, np.nan]), "the gradient of b is not finite"),
+        (StepMetrics(1.0, 1.0, [1.0, 0.0]), ""),
+    ],
+)
+def test_a_problem_names_the_gradients_that_are_not_finite_or_their_norm(metrics, problem):
+    checks = object.__new__(GradientChecks)
+    checks._names = ["a", "b"]
+    assert checks.problem(metrics) == problem
 
 
 def test_a_resumed_log_drops_entries_after_the_checkpoint_and_a_partial_line(tmp_path):

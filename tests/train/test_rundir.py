@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -343,10 +344,18 @@ def test_a_directory_with_the_config_file_of_another_program_is_refused(run_dir)
     assert error.value.field == "run_dir"
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "\xff", '{"a":' * 100_000, '{"a":' * 900 + "1" + "}" * 900, "[" * 100_000])
+def test_a_config_file_of_another_program_beside_checkpoints_leaves_the_schedule_alone_and_is_refused(run_dir):
+    run_dir.config.write_text('{"architectures": ["GPT"]}')
+    assert run_dir.resumed(TrainConfig()) == TrainConfig()
+    with pytest.raises(ConfigError, match="holds a run of another configuration") as error:
+        run_dir.check(TrainConfig(), FINGERPRINT)
+    assert error.value.field == "run_dir"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff", '{"a":' * 100_000, '{"a":' * 1_200 + "1" + "}" * 1_200, "[" * 100_000])
 def test_a_damaged_config_file_is_refused(run_dir, text):
     run_dir.config.write_bytes(text.encode("latin1"))
-    with pytest.raises(ConfigError, match="damaged") as error:
+    with pytest.raises(ConfigError, match=r"its config\.json is damaged \(.*\); name another `run_dir`$") as error:
         run_dir.check(TrainConfig(), FINGERPRINT)
     assert error.value.field == "run_dir"
 
@@ -461,6 +470,30 @@ def test_without_file_locks_the_owner_in_the_lock_file_is_respected(without_lock
         pass
     assert error.value.field == "run_dir"
     assert run_dir.lock_file.exists()
+
+
+def test_without_file_locks_a_process_of_another_user_holds_its_lock_file(without_locks, stale_lock, monkeypatch):
+    def kill(pid, signal):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", kill)
+    with (
+        pytest.raises(ConfigError, match=f"process 1 on {socket.gethostname()} is writing there"),
+        locked(stale_lock(1, socket.gethostname()), print),
+    ):
+        pass
+
+
+def test_an_error_of_the_disk_while_it_locks_is_reported_with_the_lock_file(tmp_path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with (
+        pytest.raises(ConfigError, match=r"^`run_dir` is \S+/lock: cannot be written \(Input/output error\)$"),
+        locked(RunDir(tmp_path / "run"), print),
+    ):
+        pass
 
 
 def test_without_file_locks_the_lock_file_of_a_dead_process_is_taken_over(without_locks, stale_lock, warnings):

@@ -3,13 +3,19 @@ import io
 import json
 import math
 import re
+from types import SimpleNamespace
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jgraph.data import heldout_batches, load
+from jgraph.strategies.base import Reports
+from jgraph.train._trainer import _Run
 from jgraph.train.config import TrainConfig
 from jgraph.train.rundir import RunDir
+from jgraph.xla import CaptureReport, compiler_options
 from tests import tiny
 
 FLAGS = ("--steps", "60", "--eval-every", "25", "--checkpoint-every", "20", "--log-every", "10", "--sample-tokens", "8")
@@ -89,6 +95,22 @@ def test_a_run_prints_its_config_progress_summary_and_a_sample(run):
     (sample,) = RunDir(run_dir).read_samples()
     assert sample["step"] == 60
     assert f"sample text for the held-out prompt {sample['prompt']!r}:\n{sample['text']}\n" in out
+
+
+def test_a_run_prints_the_options_of_its_strategy_that_no_flag_overrides_and_its_capture(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    own = ("xla_gpu_enable_latency_hiding_scheduler=true", "xla_gpu_graph_min_graph_size=1")
+    step = SimpleNamespace(memory=None, capture=CaptureReport(1, 2, 3), gradients=None, executables=[])
+    setup: Any = SimpleNamespace(
+        config=TrainConfig(),
+        step=SimpleNamespace(num_devices=1, bound=SimpleNamespace(xla_options=own, reports=Reports())),
+        compile_step=lambda: step,
+        options=lambda platform: compiler_options("auto", (*own, "xla_gpu_graph_min_graph_size=5"), platform=platform),
+    )
+    lines: list[str] = []
+    run: Any = SimpleNamespace(reporter=SimpleNamespace(line=lines.append))
+    assert _Run.compile(run, setup) is step
+    assert lines == ["XLA options chosen for this step: xla_gpu_enable_latency_hiding_scheduler=true", str(step.capture)]
 
 
 def test_a_log_names_each_phase_of_a_run_once(run):
