@@ -22,7 +22,7 @@ def test_the_peak_over_a_step_is_that_of_its_temporaries(h200):
     # Between buffers are gaps.
     assert max(sums) == pytest.approx(report.memory.temporaries, rel=0.05)
     at_peak = {scope: sizes[sums.index(max(sums))] for scope, sizes in found["usage"]["scopes"].items()}
-    assert at_peak["loss"] > 0 and at_peak["forward"] > 0
+    assert min(at_peak["loss"], at_peak["forward"]) > 0
     assert at_peak["other"] < 0.1 * max(sums)
     assert found["buffers"][0]["nbytes"] * found["buffers"][0]["count"] <= max(sums)
     without = _memory(setup, SimpleNamespace(memory=report.memory, capture=None))
