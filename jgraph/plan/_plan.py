@@ -168,10 +168,10 @@ def plan(
     name = base.preset if isinstance(source, TrainConfig) else str(source)
     tokens = base.input.batch_size * base.input.seq_len
     planned = Plan(name, gpu, gpus, tokens, predictor.params, usable, tuple(order), dict(refused))
-    return _compiled(planned) if check == "compiler" else planned
+    return _confirmed(planned) if check == "compiler" else planned
 
 
-def _compiled(plan: Plan) -> Plan:
+def _confirmed(plan: Plan) -> Plan:
     """Compiles the fastest options that fit, until the compiler confirms enough of them or has tried enough."""
     found = dataclasses.replace(plan, check="compiler")
     waiting = [i for i, option in enumerate(plan.options) if option.fits][:TRIES]

@@ -46,15 +46,19 @@ def text(plan: Plan) -> str:
 
 def _compiled(plan: Plan) -> list[str]:
     """Says how many layouts the compiler confirms, why it does not confirm others, and what its peaks include."""
-    tried = [(option.layout, option.compiled) for option in plan.options if option.compiled]
-    lines = [f"compiled {len(tried)} layouts, the fastest first: {len(plan.best)} of them fit"]
+    tried = [(_name(option), option.compiled) for option in plan.options if option.compiled]
+    lines = [f"compiled layouts: {len(tried)}, the fastest first; {len(plan.best)} fit"]
     for layout, compiled in tried:
         if compiled.peak is None:
             lines.append(f"{layout} cannot be compiled: {compiled.about}")
         elif compiled.peak > plan.usable:
             needs = f"{compiled.peak / _GIB:.1f} GiB of {plan.usable / _GIB:.1f} GiB"
-            lines.append(f"{layout} does not fit by the compiler, which needs {needs}; {compiled.about}")
+            lines.append("; ".join(filter(None, (f"{layout} does not fit by the compiler, which needs {needs}", compiled.about))))
     return lines + [f"note: {note}" for note in dict.fromkeys(note for _, compiled in tried for note in compiled.notes)]
+
+
+def _name(option: Option) -> str:
+    return f"{option.layout} in FP8" if option.config.is_fp8 else option.layout
 
 
 def _peak(compiled: Compiled | None) -> str:

@@ -75,7 +75,7 @@ def test_the_text_has_the_compiled_peak_and_why_a_layout_is_not_confirmed(compil
     rows = [line.split() for line in text.splitlines()]
     at = rows[1].index("compiled") - len(rows[1])
     assert [row[at] for row in rows[2:7]] == [f"{USABLE / 2**30 + 1:.1f}", "1.0", "-", "1.0", "1.0"]
-    assert "compiled 5 layouts, the fastest first: 3 of them fit" in text
+    assert "compiled layouts: 5, the fastest first; 3 fit" in text
     needs = f"{USABLE / 2**30 + 1:.1f} GiB of {USABLE / 2**30:.1f} GiB; {TOO_LARGE.about}"
     assert f"{layouts[0]} does not fit by the compiler, which needs {needs}\n" in text
     assert f"{layouts[2]} cannot be compiled: its process was ended by SIGKILL\n" in text
