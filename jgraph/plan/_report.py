@@ -53,7 +53,8 @@ def _compiled(plan: Plan) -> list[str]:
             lines.append(f"{layout} cannot be compiled: {compiled.about}")
         elif compiled.peak > plan.usable:
             needs = f"{compiled.peak / _GIB:.1f} GiB of {plan.usable / _GIB:.1f} GiB"
-            lines.append("; ".join(filter(None, (f"{layout} does not fit by the compiler, which needs {needs}", compiled.about))))
+            says = f"{layout} does not fit by the compiler, which needs {needs}"
+            lines.append("; ".join(filter(None, (says, compiled.about))))
     return lines + [f"note: {note}" for note in dict.fromkeys(note for _, compiled in tried for note in compiled.notes)]
 
 
