@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import jax
 from jax import Array, lax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jgraph.errors import ConfigError, JgraphError, shown
 from jgraph.types import JaxDevice, Specs, Tree
@@ -84,6 +84,13 @@ def is_whole() -> bool:
 def target_device() -> JaxDevice:
     """Returns the abstract device of the current mesh, or JAX's first device if there is none."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+
+
+def with_target(device_kind: str) -> AbstractMesh:
+    """Returns the current mesh with the abstract device of a GPU that is not present, which selects the Pallas kernels."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = AbstractDevice(device_kind, None, "cuda")
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)
 
 
 def on_cpu() -> bool:

@@ -1,6 +1,11 @@
-"""Models that fail on batches with the token 1: `Bigram` has a NaN loss, `Hanging` hangs. `NaNRouter` fails on every batch."""
+"""Models that fail on batches with the token 1: `Bigram` has a NaN loss, `Hanging` hangs. `NaNRouter` fails on every batch.
+
+`Killed` ends the process that makes it, `Waiting` waits for a minute, and `Refusing` raises an error with two lines.
+"""
 
 import os
+import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +39,23 @@ class Hanging(Bigram):
         losses = optax.softmax_cross_entropy_with_integer_labels(self.logits(tokens_BS[:, :-1]), tokens_BS[:, 1:])
         hangs = jnp.any(tokens_BS == POISON) & ("JGRAPH_TESTS_HANG" in os.environ)
         return jnp.mean(losses) + jax.lax.while_loop(lambda i: hangs & (i < 2), lambda i: 1 - i, 0)
+
+
+class Killed(Bigram):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        print("out of memory", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Waiting(Bigram):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        print("waiting", flush=True)
+        time.sleep(60)
+
+
+class Refusing(Bigram):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        raise ValueError("no such layer\nsecond line")
 
 
 class NaNRouter(GPT):

@@ -1,15 +1,13 @@
 """Reports the command buffers of a training step or of a user function."""
 
-import contextlib
 import dataclasses
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from jgraph.cli import Count, File, Name, as_flags, example, fields_of, find, interruptible, optional, reason
-from jgraph.device import DEVICES
 from jgraph.errors import ConfigError, JgraphError, os_errors, require
 from jgraph.precision.config import FP8Config
 from jgraph.train.config import TrainConfig
@@ -103,57 +101,20 @@ def _explain(
     import jax
 
     from jgraph.dispatch import check_devices
-    from jgraph.xla import aot, compiler_options
+    from jgraph.train.targets import explain_step
+    from jgraph.xla import compiler_options
     from jgraph.xla.explain import explain
 
     if target is None:
         check_devices()
-    platform = "gpu" if target is not None else jax.default_backend()
     if config is None:
+        platform = "gpu" if target is not None else jax.default_backend()
         chosen = compiler_options(graph, xla_options, platform=platform)
         fn, args, donated = example(name, find(name)())
         with interruptible(f"compiling {name}"):
             report = explain(fn, *args, donate_argnums=donated, target=target, compiler_options=chosen)
         return dataclasses.replace(report, name=f"{name}, {report.name}")
-    from jgraph.train.setup import TrainSetup
-
-    if target is not None and config.parallel.num_devices > 1:
-        # The mesh of the step needs as many devices as ranks, before it is moved to the target. JAX refuses the setting if its
-        # devices are known already; too few devices are then an error of the setup.
-        with contextlib.suppress(RuntimeError):
-            jax.config.update("jax_num_cpu_devices", config.parallel.num_devices)
-    notes = ()
-    # With `cp`, attention is a Pallas kernel.
-    is_library = config.parallel.cp == 1 and config.hooks.attention in ("auto", "xla")
-    if target is not None and is_library:
-        # cuDNN's attention can be compiled only on the GPU itself, not for another model of GPU.
-        kernel, about = _attention_for(target, config)
-        config = config.changed(model=dataclasses.replace(config.model, attention=kernel))
-        notes = (f"attention is {about}: a run on the GPU uses cuDNN's, which cannot be compiled without a GPU",)
-    with interruptible("tracing the model"):
-        setup = TrainSetup.from_config(config)
-        step = setup.step
-        batch = setup.batch()
-        if target is not None and step.num_devices > 1:
-            step = step.on(aot.devices(step.num_devices, gpu=target))
-            batch = step.placed_shapes(batch)
-    with interruptible("compiling the training step"):
-        report = explain(step.jitted(), step.state, batch, target=target, compiler_options=setup.options(platform))
-    title = f"training step of {config.preset} ({config.module}), {config.input.batch_size} x {config.input.seq_len} tokens,"
-    title += f" on {setup.step.num_devices} devices," if setup.step.num_devices > 1 else ""
-    return dataclasses.replace(report, name=title, notes=report.notes + notes)
-
-
-def _attention_for(target: str, config: TrainConfig) -> tuple[str, str]:
-    """Returns the attention for an absent GPU, and its description: XLA's, or a kernel that holds no scores, as cuDNN's."""
-    import jax
-
-    is_hopper = any(device.aot == target and device.capability == (9, 0) for device in DEVICES)
-    is_offered = "flash" in get_args(get_type_hints(type(config.model)).get("attention"))
-    is_supported = config.hooks.compute_dtype == "bfloat16" and config.hooks.head_size <= 128
-    if is_hopper and is_offered and is_supported and jax.__version_info__ >= (0, 11):
-        return "flash", "jgraph's, which needs as much memory"
-    return "xla", "XLA's"
+    return explain_step(config, target)
 
 
 def _training_config(name: str, preset_name: str | None, sizes: dict[str, int]) -> TrainConfig | None:

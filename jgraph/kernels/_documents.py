@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from jgraph.kernels._check import chosen, require
 from jgraph.kernels._mosaic import Ref, Slice, add_product, has_wgmma, kernel, plgpu, products, shared, transposed
@@ -76,12 +77,21 @@ def document_attention(
     if not is_whole:
         listed = positions_S.shape == (S,) and positions_S.dtype == jnp.int32
         require(listed, "positions_S", positions_S, f"int32[{S}], the position of each query of `q_BSHK`")
-    fits = q_BSHK.dtype == jnp.bfloat16 and q_BSHK.shape[3] <= _HEADS[-1] and (is_whole or S % _TILE == T % _TILE == 0)
+    fits = _fits(q_BSHK.shape[3], q_BSHK.dtype) and (is_whole or S % _TILE == T % _TILE == 0)
     must = f"bfloat16 [B, S, H, K] with K at most {_HEADS[-1]}"
     if not is_whole:
         must += f", S and T (here {T}) multiples of {_TILE},"
     name = chosen(implementation, has_wgmma(), fits, "q_BSHK", q_BSHK, must)
     return (_mosaic if name == "mosaic" else _xla)(q_BSHK, k_BTGK, v_BTGK, starts_BS, positions_S)
+
+
+def document_kernel(head_size: int, dtype: DTypeLike) -> str:
+    """Returns the implementation that `document_attention` selects for `auto` and whole sequences."""
+    return "mosaic" if has_wgmma() and _fits(head_size, dtype) else "xla"
+
+
+def _fits(head_size: int, dtype: DTypeLike) -> bool:
+    return jnp.dtype(dtype) == jnp.bfloat16 and head_size <= _HEADS[-1]
 
 
 def _xla(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BS: Array, positions_S: Array | None) -> Array:

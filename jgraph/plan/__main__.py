@@ -2,8 +2,9 @@
 
     python -m jgraph.plan llama3-8b --gpu h100 --gpus 8
     python -m jgraph.plan path/to/Llama-3.1-70B --gpus 16 --finetune lora
+    python -m jgraph.plan gpt-1b3 --gpus 4 --compile
 
-Needs no GPU and compiles nothing. The state is exact, other memory is predicted, and speeds are estimates.
+Needs no GPU. The state is exact, other memory is predicted, and speeds are estimates.
 """
 
 from typing import Annotated, Literal
@@ -27,6 +28,7 @@ def plan(
     seq_len: Count = None,
     finetune: Literal["full", "lora"] = "full",
     precision: Literal["bf16", "fp8", "both"] = "bf16",
+    compile: bool = False,
 ) -> None:
     """Print the layouts of a model that fit, fastest first, with memory per GPU and estimated tokens per second.
 
@@ -38,10 +40,12 @@ def plan(
         seq_len: Tokens per sequence. By default those of the preset.
         finetune: full trains all weights, lora trains adapters of rank 16.
         precision: Dtype of the matmuls of the layers; both compares them.
+        compile: Compile the fastest layouts that fit, each in a process, until three fit by the memory that XLA assigns, or six
+            were compiled. Takes minutes. Needs the compiler of `python -m jgraph.aot install`.
 
     Raises:
         JgraphError: If there is no such preset or folder, an argument has a value that is not allowed, or the model refuses
-            all layouts.
+            all layouts; or if `compile` is set and the compiler is not installed.
     """
     for name, size in (("gpus", gpus), ("batch_size", batch_size), ("seq_len", seq_len)):
         require(size is None or size >= 1, name, size, "at least 1")
@@ -49,9 +53,17 @@ def plan(
 
     # The command line shows a positional argument by its metavar.
     _plan.check_source(source, _SOURCE)
-    with interruptible("planning"):
+    check: _plan.Check = "compiler" if compile else "arithmetic"
+    with interruptible("planning and compiling" if compile else "planning"):
         found = _plan.plan(
-            source, gpu=gpu, gpus=gpus, batch_size=batch_size, seq_len=seq_len, finetune=finetune, precision=precision
+            source,
+            gpu=gpu,
+            gpus=gpus,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            finetune=finetune,
+            precision=precision,
+            check=check,
         )
     print(found)
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from jgraph.device import Device
 from jgraph.errors import require
+from jgraph.mesh import with_target
 from jgraph.modules import FunctionalModel
 from jgraph.pipeline import find_schedule
 from jgraph.plan._lifetimes import KINDS, Attention, Lifetimes, Sizes, Stored
@@ -154,9 +154,7 @@ class Predictor:
 
     def _lifetimes(self, config: TrainConfig) -> Lifetimes:
         """Traces the gradients of a step for a GPU that is not present, and reads the lifetimes of their arrays."""
-        device = AbstractDevice(self.device.name, None, "cuda")
-        # The abstract device of the current mesh selects the Pallas kernels.
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), (), abstract_device=device)):
+        with jax.sharding.use_abstract_mesh(with_target(self.device.name)):
             setup = self._setup(config)
             step, batch = setup.step, setup.batch()
             if step.mesh is None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from jgraph.device import DEVICES, Device
 from jgraph.errors import ConfigError, JgraphError, check_choice, require
+from jgraph.plan._compile import Compiled, compile_steps
 from jgraph.plan._lifetimes import Attention
 from jgraph.plan._memory import Memory, Predictor, State
 from jgraph.plan._speed import Speed, estimate
@@ -23,10 +24,13 @@ USABLE, USED_BY_DEFAULT = 0.93, 0.75
 # Part of the predicted peak that is added before it is compared with the memory. Measured and compiled steps of the present
 # loss need up to 8% (`benchmarks/results/plans.json`). Pipelines are compared with three compiled steps, which need up to 8%.
 MARGIN, MARGIN_OF_PIPELINES, MARGIN_OF_XLA_ATTENTION = 0.1, 0.2, 0.36
+BEST, TRIES = 3, 6
+"""Layouts with a command line, and layouts that are compiled at most to find them."""
 AXES = ("dp", "fsdp", "ep", "pp", "cp", "tp")
 _FLAGS = (*AXES, "num_microbatches", "remat", "precision")
 
 Precision = Literal["bf16", "fp8", "both"]
+Check = Literal["arithmetic", "compiler"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,9 @@ class Option:
         config: The complete configuration.
         memory: Predicted bytes of each GPU.
         speed: Estimated speed.
-        fits: True if the peak with the margin is at most the usable memory.
+        fits: True if the predicted peak with the margin is at most the usable memory.
         command: Command line of the run, without data.
+        compiled: The compiled step. None if it was not compiled.
     """
 
     config: TrainConfig
@@ -46,6 +51,7 @@ class Option:
     speed: Speed
     fits: bool
     command: str
+    compiled: Compiled | None = None
 
     @property
     def layout(self) -> str:
@@ -67,6 +73,7 @@ class Plan:
         usable: Bytes of a GPU that JAX uses at most.
         options: The options that fit, fastest first, and then the others, that with the least memory first.
         refused: Number of layouts by the reason why the configuration or the model refuses them.
+        check: `compiler` if the fastest layouts were compiled.
     """
 
     name: str
@@ -77,11 +84,18 @@ class Plan:
     usable: float
     options: tuple[Option, ...]
     refused: dict[str, int]
+    check: Check = "arithmetic"
 
     @property
     def best(self) -> tuple[Option, ...]:
-        """The three fastest options that fit."""
-        return tuple(option for option in self.options if option.fits)[:3]
+        """The three fastest options that fit. With `check` compiler, the compiled ones."""
+        return tuple(option for option in self.options if self._is_confirmed(option))[:BEST]
+
+    def _is_confirmed(self, option: Option) -> bool:
+        if self.check == "arithmetic":
+            return option.fits
+        peak = option.compiled and option.compiled.peak
+        return peak is not None and peak <= self.usable
 
     def __str__(self) -> str:
         from jgraph.plan._report import text
@@ -98,8 +112,9 @@ def plan(
     seq_len: int | None = None,
     finetune: Literal["full", "lora"] = "full",
     precision: Precision = "bf16",
+    check: Check = "arithmetic",
 ) -> Plan:
-    """Predicts the memory and estimates the speed of every layout of a model on a number of GPUs. Compiles nothing.
+    """Predicts the memory and estimates the speed of every layout of a model on a number of GPUs.
 
     The state of each GPU is exact. Temporary arrays are predicted from traces of a few layers, and speeds are estimates.
 
@@ -112,12 +127,15 @@ def plan(
         seq_len: Tokens per sequence; None for those of the preset.
         finetune: `full` trains all weights, `lora` trains adapters of rank 16.
         precision: Dtype of the matmuls of the layers: `bf16`, `fp8`, or `both` to compare them.
+        check: `arithmetic` compiles nothing. `compiler` compiles the fastest layouts that fit for the GPU, which need not be
+            present: until three fit by XLA's buffer assignment, or six were compiled. Each compiles in a process of its own.
 
     Returns:
         The options, of which `best` has the three fastest that fit.
 
     Raises:
         ConfigError: If an argument has a value that is not allowed, or the model refuses all layouts.
+        TargetError: If `check` is compiler, and NVIDIA's compiler is not installed.
 
     Examples:
         >>> found = jgraph.plan("gpt-124m", gpu="h200", gpus=1)
@@ -128,6 +146,9 @@ def plan(
     require(gpus >= 1, "gpus", gpus, "at least 1")
     check_choice("finetune", finetune, ("full", "lora"))
     check_choice("precision", precision, ("bf16", "fp8", "both"))
+    check_choice("check", check, ("arithmetic", "compiler"))
+    if check == "compiler":
+        aot.devices(gpu=gpu)  # raises an error now if there is no compiler
     base = _base(source, seq_len, finetune)
     base = base.changed(batch_size=batch_size or max(base.input.batch_size, gpus))
     usable = usable_of(gpu)
@@ -146,7 +167,21 @@ def plan(
     order = sorted(found, key=lambda o: (not o.fits, -o.speed.tokens_per_second if o.fits else o.memory.peak))
     name = base.preset if isinstance(source, TrainConfig) else str(source)
     tokens = base.input.batch_size * base.input.seq_len
-    return Plan(name, gpu, gpus, tokens, predictor.params, usable, tuple(order), dict(refused))
+    planned = Plan(name, gpu, gpus, tokens, predictor.params, usable, tuple(order), dict(refused))
+    return _confirmed(planned) if check == "compiler" else planned
+
+
+def _confirmed(plan: Plan) -> Plan:
+    """Compiles the fastest options that fit, until the compiler confirms enough of them or has tried enough."""
+    found = dataclasses.replace(plan, check="compiler")
+    waiting = [i for i, option in enumerate(plan.options) if option.fits][:TRIES]
+    while waiting and (missing := BEST - len(found.best)):
+        chosen, waiting = waiting[:missing], waiting[missing:]
+        options = list(found.options)
+        for i, compiled in zip(chosen, compile_steps([options[i].config for i in chosen], plan.gpu), strict=True):
+            options[i] = dataclasses.replace(options[i], compiled=compiled)
+        found = dataclasses.replace(found, options=tuple(options))
+    return found
 
 
 def layouts(config: TrainConfig, gpus: int) -> Iterator[dict[str, int]]:

@@ -1,5 +1,6 @@
 """The text of a plan: a table of its options, the best command lines, and why others do not fit."""
 
+from jgraph.plan._compile import Compiled
 from jgraph.plan._plan import MARGIN, MARGIN_OF_PIPELINES, MARGIN_OF_XLA_ATTENTION, USABLE, Option, Plan, margin
 from jgraph.plan._speed import FP8_MATMULS, MATMULS
 
@@ -8,6 +9,7 @@ _COLUMNS: list[str] = [
     *("layout", "precision", "remat", "microbatches"),
     *("state", "gradients", "gathered", "activations", "buffers", "peak GiB", "exposed", "tokens/s"),
 ]
+_PEAK = _COLUMNS.index("peak GiB") + 1
 _GIB = 2**30
 _MOST = 2**16  # GPUs
 
@@ -16,7 +18,11 @@ def text(plan: Plan) -> str:
     """Returns the table, command lines and notes."""
     fitting = [option for option in plan.options if option.fits]
     shown = fitting[:_ROWS] or plan.options[:3]
-    lines = [_title(plan), *_table([_COLUMNS, *map(_row, shown)])]
+    rows = [_COLUMNS, *map(_row, shown)]
+    if plan.check == "compiler":
+        peaks = ["compiled", *(_peak(option.compiled) for option in shown)]
+        rows = [[*row[:_PEAK], peak, *row[_PEAK:]] for row, peak in zip(rows, peaks, strict=True)]
+    lines = [_title(plan), *_table(rows)]
     if len(fitting) > _ROWS:
         lines.append(f"and {len(fitting) - _ROWS} slower layouts that fit")
     if not fitting:
@@ -26,6 +32,8 @@ def text(plan: Plan) -> str:
         lines.append(f"{others} other layouts do not fit")
     for reason, count in sorted(plan.refused.items(), key=lambda item: -item[1])[:3]:
         lines.append(f"refused in {count} layouts: {reason}" if count > 1 else f"refused: {reason}")
+    if plan.check == "compiler" and fitting:
+        lines += _compiled(plan)
     lines += [f"\n{option.command}" for option in plan.best]
     lines.append(
         f"\nstate: exact; other memory: predicted; a layout fits if its peak and {MARGIN:.0%} ({MARGIN_OF_PIPELINES:.0%} in a "
@@ -34,6 +42,28 @@ def text(plan: Plan) -> str:
         "passes over memory, starts of kernels, and exposed transfers."
     )
     return "\n".join(lines)
+
+
+def _compiled(plan: Plan) -> list[str]:
+    """Says how many layouts the compiler confirms, why it does not confirm others, and what its peaks include."""
+    tried = [(_name(option), option.compiled) for option in plan.options if option.compiled]
+    lines = [f"compiled layouts: {len(tried)}, the fastest first; {len(plan.best)} fit"]
+    for layout, compiled in tried:
+        if compiled.peak is None:
+            lines.append(f"{layout} cannot be compiled: {compiled.about}")
+        elif compiled.peak > plan.usable:
+            needs = f"{compiled.peak / _GIB:.1f} GiB of {plan.usable / _GIB:.1f} GiB"
+            says = f"{layout} does not fit by the compiler, which needs {needs}"
+            lines.append("; ".join(filter(None, (says, compiled.about))))
+    return lines + [f"note: {note}" for note in dict.fromkeys(note for _, compiled in tried for note in compiled.notes)]
+
+
+def _name(option: Option) -> str:
+    return f"{option.layout} in FP8" if option.config.is_fp8 else option.layout
+
+
+def _peak(compiled: Compiled | None) -> str:
+    return f"{compiled.peak / _GIB:.1f}" if compiled and compiled.peak is not None else "-"
 
 
 def _title(plan: Plan) -> str:

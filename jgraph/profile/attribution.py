@@ -73,13 +73,13 @@ class Step:
     def sources(self) -> tuple[str, ...]:
         """The source line of each event as `file:line`, empty if unknown."""
         return self._describe(
-            lambda program, instruction: _first(source_of(program, part) for part in _parts(program, instruction))
+            lambda program, instruction: _first(source_of(program, part) for part in program.parts(instruction))
         )
 
     @cached_property
     def scopes(self) -> tuple[str, ...]:
         """The path of named scopes of each event, such as `decoder/layer`. Empty outside of scopes."""
-        names = self._describe(lambda program, instruction: _first(part.op_name for part in _parts(program, instruction)))
+        names = self._describe(lambda program, instruction: _first(part.op_name for part in program.parts(instruction)))
         return tuple(scope_of(name or given) for name, given in zip(names, self.events.scopes, strict=True))
 
     def _describe(self, describe: Callable[[Program, Instruction], str]) -> tuple[str, ...]:
@@ -90,12 +90,6 @@ class Step:
             if instruction := module in self.programs and self.programs[module].instructions.get(op):
                 found[module, op] = describe(self.programs[module], instruction)
         return tuple(found.get(event, "") for event in events)
-
-
-def _parts(program: Program, instruction: Instruction) -> list[Instruction]:
-    """Returns an instruction and those inside it. The root of a fusion, which determines its purpose, is the second."""
-    first, *inner = program.inside(instruction)
-    return [first, *(part for part in reversed(inner) if part.opcode not in ("parameter", "constant"))]
 
 
 def _first(texts: Iterable[str]) -> str:

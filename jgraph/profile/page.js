@@ -235,6 +235,7 @@ function pipeline({ pipeline: plan }) {
       ["action", "rank", "ms", "above median ms"], slow, { sorted: 3 }) : null);
 }
 
+const unitOf = (bytes) => (bytes < 2 ** 27 ? ["MiB", 2 ** 20] : ["GiB", 2 ** 30]);
 function memory({ memory: held }) {
   const pools = Object.entries(held?.pools ?? {});
   const sum = pools.reduce((total, [, value]) => total + value, 0);
@@ -242,10 +243,50 @@ function memory({ memory: held }) {
   const rows = [...pools, ["sum of pools", pools.length ? sum : null], ...peaks].filter(([, value]) => value != null);
   if (!rows.length) return;
   const most = Math.max(...rows.map(([, value]) => value));
-  const [unit, size] = most < 2 ** 27 ? ["MiB", 2 ** 20] : ["GiB", 2 ** 30];
+  const [unit, size] = unitOf(most);
   const bar = (value) => h("div", { class: "bar", style: `width: ${(100 * value) / (most || 1)}%` });
   panel("Memory", table("pools", "Of rank 0", ["pool", unit, "to scale"],
-    rows.map(([name, value]) => [name, number(value, (bytes) => hundredths(bytes / size)), bar(value)]), { sortable: false }));
+    rows.map(([name, value]) => [name, number(value, (bytes) => hundredths(bytes / size)), bar(value)]), { sortable: false }),
+    held.usage && temporaries(held));
+}
+
+// Temporary buffers over the program, one area for each scope, and the largest buffers at the peak.
+function temporaries({ usage: { allocations, scopes }, buffers }) {
+  const known = Object.keys(COLOURS);
+  const order = Object.keys(scopes).sort((a, b) => known.indexOf(a) - known.indexOf(b));
+  const sums = allocations.map((_, i) => order.reduce((sum, scope) => sum + scopes[scope][i], 0));
+  const most = Math.max(...sums);
+  const peak = sums.indexOf(most);
+  const [unit, size] = unitOf(most);
+  const show = (bytes) => hundredths(bytes / size);
+  const draw = (width) => {
+    const [top, bottom] = [20, 200];
+    const x = (i) => LEFT + ((width - LEFT - 24) * allocations[i]) / (allocations.at(-1) || 1);
+    const y = (bytes) => bottom - ((bottom - top) * bytes) / (most || 1);
+    let below = allocations.map(() => 0);
+    const areas = order.map((scope) => {
+      const above = below.map((bytes, i) => bytes + scopes[scope][i]);
+      const edge = (values) => values.map((bytes, i) => `${x(i).toFixed(1)},${y(bytes).toFixed(1)}`);
+      const points = [...edge(above), ...edge(below).reverse()].join(" ");
+      below = above;
+      const tip = `${scope}\n${show(scopes[scope][peak])} ${unit} at the peak, at most ${show(Math.max(...scopes[scope]))} ${unit}`;
+      return s("polygon", { class: "segment", points, fill: colourOf(scope), "data-tip": tip });
+    });
+    const [text, isLeft] = [`peak ${show(most)} ${unit}`, x(peak) > width / 2];
+    return s("svg", { width, height: bottom + 20, role: "img", "aria-label": `Temporary buffers over the program, ${text}` },
+      ticks(0, most / size, 4).map(([value, label]) => [
+        s("line", { class: "grid", x1: LEFT, x2: width - 24, y1: y(value * size), y2: y(value * size) }),
+        s("text", { class: "muted", x: LEFT - 6, y: y(value * size), "text-anchor": "end", "dominant-baseline": "central" }, label)]),
+      areas, s("line", { class: "end", x1: x(peak), x2: x(peak), y1: 4, y2: bottom }),
+      s("text", { x: x(peak) + (isLeft ? -6 : 6), y: 14, "text-anchor": isLeft ? "end" : "start" }, text),
+      s("text", { class: "muted", x: 0, y: 14 }, unit),
+      s("text", { class: "muted", x: LEFT, y: bottom + 15 }, "allocations, in the order of the program"));
+  };
+  const rows = buffers.map((group) => [h("code", null, group.op), group.scope ? named(group.scope) : "", group.shape,
+    number(group.count, whole), number(group.nbytes / 2 ** 20, tenths), number(group.count * group.nbytes, show)]);
+  return [h("p", null, "Temporary buffers of the compiled step by the part that computes them, without state and batch:"),
+    legend(order), chart(draw), rows.length ? table("buffers", "The largest of them at the peak",
+      ["buffers", "category", "array", "count", "MiB each", `${unit} together`], rows, { sorted: 5 }) : null];
 }
 
 // A track as typed arrays in order of start. `reach` is what ends last of all so far: it never falls, so whatever overlaps, it

@@ -7,7 +7,7 @@ a dgrad.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Self, TypeAlias
 
@@ -36,16 +36,6 @@ class Program(HloModule):
             return cls.parse(xla_client.XlaComputation(proto).as_hlo_module().to_string())
         except RuntimeError as e:
             raise ProfileError(f"the program in the trace cannot be read ({e})") from e
-
-    def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """Yields an instruction and, for a fusion, call or asynchronous start (not a loop), those inside it, recursively."""
-        yield instruction
-        if instruction.opcode in ("fusion", "async-start", "call"):
-            for name in instruction.called:
-                if name not in self.computations:
-                    raise ProfileError(f"the text of the program is damaged: {instruction.name} calls {name}, which is missing")
-                for inner in self.computations[name].instructions.values():
-                    yield from self.inside(inner)
 
     def matmul(self, instruction: Instruction) -> Instruction | None:
         """Returns the matmul or convolution with the most FLOPs `inside` the instruction; None without one."""

@@ -49,6 +49,7 @@ def of_run(directory: Path) -> dict[str, Any]:
         reason = "because kernels in a CUDA graph have no names"
         notes = [f"Kernels, categories and rooflines are those of a step without command buffers, {reason}."]
     # `memory` is in bytes per device: `pools` by use; `predicted_peak`, `compiled_peak`, `measured_peak`, None if unknown.
+    # `usage` has the temporaries over the program by scope, and `buffers` the largest ones at the peak, if they are known.
     found = _report(about, chosen) | {"captured": graphs, "memory": about["memory"]}
     if pipeline:
         try:

@@ -48,9 +48,10 @@ class ModelSettings(Protocol):
     """True if parameters of layers are stacked along a first axis, for Muon. If missing, each layer has its own."""
 
     attention: str
-    """Attention kernel. With `auto` or `xla`, `jgraph.inspect` sets `xla` to compile for a GPU that is not present.
+    """Attention kernel. With `auto`, unless in float32, `jgraph.inspect` and `jgraph.plan` set another one to compile for a GPU
+    that is not present: `flash` where it runs, if the annotation offers it, or else `xla`.
 
-    If missing or another value, `jgraph.inspect` compiles the model as it is.
+    If missing or another value, they compile the model as it is.
     """
 
     moe: Experts

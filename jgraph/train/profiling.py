@@ -8,6 +8,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -169,17 +170,21 @@ def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
 def _memory(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
     """Returns bytes per device: `pools` by use, `predicted_peak` of a pipeline or None, `compiled_peak` or None.
 
-    The pool `temporaries` has the temporary arrays of the compiled step that are not predicted.
+    The pool `temporaries` has the temporary arrays of the compiled step that are not predicted. `usage` has the fields of
+    `Usage`, and `buffers` the largest buffers at its peak; both are absent if XLA does not report them.
     """
     state = setup.step.state
     state_bytes = {"parameters": shard_nbytes(state.params), "optimizer": shard_nbytes(state.opt_state)}
-    found = setup.step.bound.reports.predict_memory(batch_shapes(setup.config.input, setup.config.input.batch_size))
-    pools = {name.replace("forward_", "residuals to "): size for name, size in found.sizes.items()}
-    predicted = sum((*state_bytes.values(), *pools.values())) if found.covers == "whole" else None
+    covered = setup.step.bound.reports.predict_memory(batch_shapes(setup.config.input, setup.config.input.batch_size))
+    pools = {name.replace("forward_", "residuals to "): size for name, size in covered.sizes.items()}
+    predicted = sum((*state_bytes.values(), *pools.values())) if covered.covers == "whole" else None
     if (memory := compiled.memory) is not None:
         pools["temporaries"] = max(0, memory.temporaries - sum(pools.values()))
     pools = {name: size for name, size in (state_bytes | pools).items() if size}
-    return {"pools": pools, "predicted_peak": predicted, "compiled_peak": memory.total if memory else None}
+    found = {"pools": pools, "predicted_peak": predicted, "compiled_peak": memory.total if memory else None}
+    if memory is None or compiled.capture is None or compiled.capture.usage is None:
+        return found
+    return found | {"usage": asdict(compiled.capture.usage), "buffers": list(map(asdict, compiled.capture.buffers))}
 
 
 def _flags(config: TrainConfig) -> str:

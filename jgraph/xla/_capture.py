@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from jgraph.xla import _protobuf, cache
-from jgraph.xla._buffers import Buffers, largest
+from jgraph.xla import _buffers, _protobuf, cache
+from jgraph.xla._buffers import Buffers, Usage
 from jgraph.xla.hlo import HloModule, Op, operations
 from jgraph.xla.options import OptionValue, option_errors
 
@@ -90,6 +90,7 @@ class CaptureReport:
         total: Number of all thunks, without those that contain or group others, such as loops.
         outside: The thunks outside, one entry per kind, reason and remedy, sorted by these. Each has `count`.
         buffers: The largest temporary buffers that are in use when the program needs the most memory, largest sum first.
+        usage: Temporary memory over the run of the program. None if XLA does not report it.
     """
 
     command_buffers: int
@@ -97,6 +98,7 @@ class CaptureReport:
     total: int
     outside: tuple[Outside, ...] = ()
     buffers: tuple[Buffers, ...] = ()
+    usage: Usage | None = None
 
     @property
     def holds_collectives(self) -> bool:
@@ -158,7 +160,10 @@ def _load(file: Path) -> CaptureReport | None:
         fields = json.loads(file.read_text())
         outside = [o | {"ops": tuple(Op(**op) for op in o["ops"])} for o in fields["outside"]]
         buffers = tuple(Buffers(**group) for group in fields.get("buffers", ()))
-        return CaptureReport(**fields | {"outside": tuple(Outside(**o) for o in outside), "buffers": buffers})
+        if usage := fields.get("usage"):
+            usage = Usage(tuple(usage["allocations"]), {scope: tuple(sizes) for scope, sizes in usage["scopes"].items()})
+        nested = {"outside": tuple(Outside(**o) for o in outside), "buffers": buffers, "usage": usage}
+        return CaptureReport(**fields | nested)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -184,7 +189,10 @@ def _read_dump(directory: Path, module: str, compiled: jax.stages.Compiled) -> C
     optimized = next(directory.glob(f"{Path(program).name}*_after_optimizations.hlo.pb"), None)
     # The other field of XLA's `HloProto` is the program.
     assignment = dict(_protobuf.fields(optimized.read_bytes())).get(3) if optimized else None
-    return replace(report, buffers=largest(assignment, text, found)) if isinstance(assignment, bytes) else report
+    if not isinstance(assignment, bytes):
+        return report
+    buffers, usage = _buffers.read(assignment, text, found)
+    return replace(report, buffers=buffers, usage=usage)
 
 
 def thunk_instructions(metadata: bytes) -> dict[_ThunkKey, str]:

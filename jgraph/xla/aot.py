@@ -29,6 +29,7 @@ import numpy as np
 
 from jgraph.device import DEVICES
 from jgraph.errors import TargetError, os_errors
+from jgraph.mesh import with_target
 from jgraph.types import JaxDevice, Tree
 from jgraph.xla._capture import CaptureReport, compile_and_report
 from jgraph.xla.cache import UNREADABLE, user_cache
@@ -163,11 +164,7 @@ def lowering_for(gpu: str) -> Iterator[None]:
         with _needs_no_gpu(), jax.set_mesh(_mesh_of(concrete, gpu)):
             yield
         return
-    mesh = jax.sharding.get_abstract_mesh()
-    # The abstract device of the current mesh selects the Pallas kernels.
-    device = jax.sharding.AbstractDevice(devices(gpu=gpu)[0].device_kind, None, "cuda")
-    mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)
-    with _needs_no_gpu(), jax.sharding.use_abstract_mesh(mesh):
+    with _needs_no_gpu(), jax.sharding.use_abstract_mesh(with_target(devices(gpu=gpu)[0].device_kind)):
         yield
 
 

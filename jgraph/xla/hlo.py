@@ -168,6 +168,21 @@ class HloModule:
         """The instructions of all computations by name. Names are unique in a program."""
         return {name: i for computation in self.computations.values() for name, i in computation.instructions.items()}
 
+    def inside(self, instruction: Instruction) -> Iterator[Instruction]:
+        """Yields an instruction and, for a fusion, call or asynchronous start (not a loop), those inside it, recursively."""
+        yield instruction
+        if instruction.opcode in ("fusion", "async-start", "call"):
+            for name in instruction.called:
+                if name not in self.computations:
+                    raise ProfileError(f"the text of the program is damaged: {instruction.name} calls {name}, which is missing")
+                for inner in self.computations[name].instructions.values():
+                    yield from self.inside(inner)
+
+    def parts(self, instruction: Instruction) -> list[Instruction]:
+        """Returns an instruction and those inside it. The root of a fusion, which determines its purpose, is the second."""
+        first, *inner = self.inside(instruction)
+        return [first, *(part for part in reversed(inner) if part.opcode not in ("parameter", "constant"))]
+
     @property
     def collectives(self) -> Counter[tuple[str, str]]:
         """Number of collectives by (key of `COLLECTIVES`, device groups in XLA's notation, e.g. `{{0,1},{2,3}}`, or "")."""
@@ -241,7 +256,8 @@ class Op:
 def operations(module: HloModule, instructions: Collection[str]) -> dict[str, Op]:
     """Looks up JAX's name and the source line of instructions, by name. Leaves out names that the program does not have."""
     found = {name: module.instructions[name] for name in instructions if name in module.instructions}
-    return {name: Op(name, found[name].op_name, source_of(module, found[name]), found[name].target) for name in found}
+    origins = {name: next((p for p in module.parts(one) if p.op_name), one) for name, one in found.items()}
+    return {name: Op(name, at.op_name, source_of(module, at), found[name].target) for name, at in origins.items()}
 
 
 def source_of(module: HloModule, instruction: Instruction) -> str:

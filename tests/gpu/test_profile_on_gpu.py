@@ -16,3 +16,5 @@ def test_a_captured_run_is_profiled_with_and_without_capture(tmp_path):
     check(profile)
     assert (profile["captured"]["launches"], profile["captured"]["records"]) == (1, 0)
     assert len(profile["captured"]["steps_ms"]) == len(profile["uncaptured"]["steps_ms"]) == 3
+    sums = [sum(sizes) for sizes in zip(*profile["memory"]["usage"]["scopes"].values(), strict=True)]
+    assert 0 < max(sums) < profile["memory"]["compiled_peak"]

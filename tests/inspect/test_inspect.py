@@ -339,7 +339,8 @@ def test_a_model_with_a_preset_is_compiled_for_a_gpu_that_is_not_present(printed
     assert (fields["capture"]["captured"], fields["capture"]["outside"]) == (int(found[1]), [])
     assert len(fields["donations"]) > 5
     assert "H200" in fields["device"]
-    assert any("attention is XLA's" in note for note in fields["notes"])
+    # The model is in float32, where attention is XLA's on each GPU.
+    assert not any("attention" in note for note in fields["notes"])
 
 
 @pytest.mark.target

@@ -80,6 +80,14 @@ def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dic
             "predicted_peak": 15.9 * _GIB,
             "compiled_peak": 15.3 * _GIB,
             "measured_peak": 15.4 * _GIB,
+            "usage": {
+                "allocations": [0, 2, 3, 9],
+                "scopes": {"loss": [0, 0, _GIB, 0], "forward": [_GIB, 3 * _GIB, 2 * _GIB, 0]},
+            },
+            "buffers": [
+                {"count": 4, "nbytes": _GIB // 2, "shape": "bf16[8,4]", "op": "jit(step)/tanh at gpt.py:9", "scope": "forward"},
+                {"count": 1, "nbytes": _GIB, "shape": "f32[8,4]", "op": "input_concatenate_fusion.3", "scope": ""},
+            ],
         },
         "timeline": {"names": list(NAMES), "categories": CATEGORIES, "tracks": _tracks(ranks, events, step, rng)},
     }

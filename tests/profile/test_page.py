@@ -125,6 +125,7 @@ def test_tables_have_the_numbers_of_the_profile(tmp_path, ranks):
         "graphs": [[row[key] for key in ("launches", "count", "ms", "named_ms")] for row in data["graphs"]],
         "pools": [[size] for size in [*pools.values(), sum(pools.values())]]
         + [[data["memory"][f"{name}_peak"]] for name in ("predicted", "compiled", "measured")],
+        "buffers": [[b["count"], b["nbytes"] / 2**20, b["count"] * b["nbytes"]] for b in data["memory"]["buffers"]],
     }
     if ranks > 1:
         keys = ("count", "ms", "exposed_ms", "hidden_ms")
@@ -143,6 +144,47 @@ def test_tables_have_the_numbers_of_the_profile(tmp_path, ranks):
         scale = 0.01 if text.endswith("%") else 2**30 if value and value > 1e6 else 1
         shown = None if text == NOTHING else float(text.removesuffix(" %").replace(",", "")) * scale
         assert shown == (None if value is None else pytest.approx(value, abs=0.0505 * scale, rel=1e-3))
+
+
+@browser.needed
+def test_temporary_buffers_are_areas_on_each_other_and_their_peak_is_marked(tmp_path):
+    data = profile()
+    areas, legend, texts, line = see(
+        tmp_path,
+        data,
+        """[[...document.querySelectorAll("#memory polygon")].map((area) => [area.getAttribute("fill"), area.dataset.tip,
+          area.getAttribute("points").split(" ").map((point) => point.split(",").map(Number))]),
+          document.querySelector("#memory .legend").innerText,
+          [...document.querySelectorAll("#memory svg text")].map((text) => text.textContent),
+          Number(document.querySelector("#memory svg .end").getAttribute("x1"))]""",
+    )
+    colors = dict(re.findall(r"\b(\w+): \"(#\w{6})\"", render("jgraph.profile", data)))
+    assert [color for color, *_ in areas] == [colors["forward"], colors["loss"]]
+    assert legend.split() == ["forward", "loss"]
+    assert "peak 3.00 GiB" in texts
+    # 4 samples above, and 4 below from right to left. The first area is on the axis, the second on the first.
+    forward, loss = (np.array(points) for *_, points in areas)
+    np.testing.assert_array_equal(loss[4:], forward[:4][::-1])
+    assert set(forward[4:, 1]) == {forward[3, 1]}
+    heights = forward[3, 1] - forward[:4, 1]
+    np.testing.assert_allclose(heights / heights[1], np.array([1, 3, 2, 0]) / 3, atol=0.01)
+    np.testing.assert_allclose(
+        (forward[:4, 0] - forward[0, 0]) / (forward[3, 0] - forward[0, 0]), np.array([0, 2, 3, 9]) / 9, atol=0.01
+    )
+    # Two samples have the largest sum, and the line is at the first.
+    assert line == pytest.approx(forward[1, 0], abs=0.06)
+    assert areas[0][1] == "forward\n3.00 GiB at the peak, at most 3.00 GiB"
+
+
+@browser.needed
+def test_a_profile_without_a_buffer_assignment_has_the_other_memory_only(tmp_path):
+    data = profile()
+    of = """[document.querySelector("#pools").outerHTML, document.querySelectorAll("#memory svg, #buffers").length,
+      document.querySelectorAll("#memory .bar").length]"""
+    pools, charts, bars = see(tmp_path, data, of)
+    assert (charts, bars) == (2, len(data["memory"]["pools"]) + 4)
+    del data["memory"]["usage"], data["memory"]["buffers"]
+    assert see(tmp_path, data, of) == [pools, 0, bars]
 
 
 @browser.needed

@@ -8,6 +8,7 @@ import pytest
 
 import jgraph
 from jgraph.xla import _buffers
+from jgraph.xla.hlo import HloModule, operations
 
 HERE = Path(__file__)
 WIDE = 4096
@@ -37,6 +38,8 @@ def test_the_largest_temporary_is_named_with_its_size_shape_and_line(h200):
     assert f" {first.shape} forward: {first.op}" in str(first)
     total = sum(group.count * group.nbytes for group in report.buffers)
     assert 0.9 * report.memory.temporaries <= total <= report.memory.temporaries
+    # The peak has few buffers, and all of them are listed.
+    assert report.capture.usage.peak == total
     assert f"largest temporaries at the peak:\n  {first}" in str(report)
 
 
@@ -62,10 +65,50 @@ def test_the_peak_is_the_moment_of_the_largest_sum_and_shared_memory_counts_once
     # 1 and 2 are in use at once; 3 takes the memory of 2, and 4 comes when 1 is free.
     events = [event(0, 1, "a"), event(0, 2, "b"), event(2, 3, "c", shared=2), event(1, 1), event(1, 2), event(0, 4, "d")]
     sizes = {1: 5, 2: 10, 3: 10, 4: 4}
-    assert _buffers._at_peak(events, sizes) == {1: "a", 2: "b"}
+    assert _buffers._at_peak(_buffers._changes(events, sizes)) == {1: "a", 2: "b"}
     # 3 still uses the memory of 2.
-    assert _buffers._at_peak(events, sizes | {4: 6}) == {2: "b", 4: "d"}
+    assert _buffers._at_peak(_buffers._changes(events, sizes | {4: 6})) == {2: "b", 4: "d"}
+
+
+PROGRAM = """HloModule jit_step, is_scheduled=true
+
+%inside (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0), metadata={op_name="x"}
+  ROOT %t = f32[4]{0} tanh(%p), metadata={op_name="jit(step)/jvp()/tanh"}
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %a = f32[4]{0} fusion(%x), kind=kLoop, calls=%inside
+  %b = f32[4]{0} multiply(%a, %a), metadata={op_name="jit(step)/transpose(jvp())/mul"}
+  ROOT %c = f32[4]{0} all-gather(%b), replica_groups={{0}}
+}
+"""
+
+
+def test_memory_over_a_program_is_by_the_part_that_computes_it_and_fusions_are_named_after_their_root():
+    program = HloModule(PROGRAM)
+    events = [event(0, 1, "a"), event(0, 2, "b"), event(1, 1), event(0, 3, "c"), event(0, 4, "unknown"), event(1, 2)]
+    usage = _buffers._usage(list(_buffers._changes(events, {1: 5, 2: 10, 3: 7, 4: 2})), program)
+    assert usage.allocations == (0, 1, 2, 3)
+    assert usage.scopes == {
+        "forward": (5, 5, 0, 0),
+        "dgrad": (0, 10, 10, 10),
+        "all-gather": (0, 0, 7, 7),
+        "other": (0, 0, 0, 2),
+    }
+    assert usage.peak == 19
+    assert operations(program, {"a"})["a"].name == "jit(step)/jvp()/tanh"
+
+
+def test_samples_of_a_long_program_keep_the_peak():
+    changes = [change for i in range(999) for change in ((i, "a", 3), (i, "a", -3))]
+    changes[1000:1000] = [(2000, "a", 4), (2001, "b", 5), (2000, "a", -4), (2001, "b", -5)]
+    usage = _buffers._usage(changes, HloModule(PROGRAM))
+    assert len(usage.allocations) <= _buffers._SAMPLES
+    assert usage.peak == 9
+    assert usage.allocations[list(usage.scopes["dgrad"]).index(5)] == 501
 
 
 def test_a_program_without_a_report_has_no_buffers():
-    assert _buffers.largest(b"", jgraph.xla.hlo.HloModule(""), {}) == ()
+    assert _buffers.read(b"", HloModule(""), {}) == ((), None)

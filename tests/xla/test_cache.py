@@ -9,8 +9,10 @@ import pytest
 
 from jgraph.errors import ConfigError
 from jgraph.xla import CaptureReport, Op, Outside, cache
+from jgraph.xla._buffers import Usage
 
-REPORT = CaptureReport(1, 7, 9, (Outside("Fft", 2, "no command", "rewrite it", (Op("fft.0", "jit(step)/fft", "a.py:3"),)),))
+OUTSIDE = Outside("Fft", 2, "no command", "rewrite it", (Op("fft.0", "jit(step)/fft", "a.py:3"),))
+REPORT = CaptureReport(1, 7, 9, (OUTSIDE,), usage=Usage((0, 3), {"forward": (8, 2)}))
 
 # Runs in a new process. XLA dumps thunks only when it compiles for a GPU, so `_read_dump` is replaced.
 START = f"""
@@ -18,6 +20,7 @@ import json, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
 from jgraph.xla import CaptureReport, Op, Outside, alias_map, cache, _capture, compile_and_report
+from jgraph.xla._buffers import Usage
 from jgraph.xla.explain import Memory
 from jgraph.xla.startup import watch
 
@@ -59,6 +62,7 @@ from dataclasses import replace
 from pathlib import Path
 import jax
 from jgraph.xla import CaptureReport, Op, Outside, cache, _capture, compile_and_report
+from jgraph.xla._buffers import Usage
 
 cache.enable(Path(sys.argv[1]))
 lowered = jax.jit(lambda x: x + 1).lower(1.0)
