@@ -27,6 +27,7 @@ from jgraph.mesh import PARTITIONED_AXES, traced_on
 from jgraph.precision.config import FP8Config
 from jgraph.scopes import scope
 from jgraph.step._bind import bind
+from jgraph.step._host import check_offload, with_masters
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import StepMetrics, TrainState
 from jgraph.step.transform import Elementwise, Transform
@@ -57,6 +58,7 @@ def train_step(
     fp8: FP8Config | None = None,
     batch: Batch = None,
     layout: Literal["auto", "tree"] = "auto",
+    offload: Literal["nothing", "optimizer"] = "nothing",
 ) -> "TrainStep":
     """Makes a training step: gradients of a loss over microbatches, clipping, an optax update, applied only if finite.
 
@@ -140,6 +142,9 @@ def train_step(
         batch=batch,
     )
     bound, optimizer = bind(transform, strategy, objective, layout)
+    check_offload(offload, bound.batches.mesh)
+    if offload == "optimizer" and params_dtype != jnp.float32:
+        optimizer = replace(optimizer, transform=with_masters(optimizer.transform))
     update = Update(
         optimizer,
         bound.layout,
@@ -150,6 +155,7 @@ def train_step(
         read_dtype=read_dtype,
         frozen_dtype=frozen_dtype,
         observed=bound.observed,
+        offload=offload,
     )
     return TrainStep(bound, update, key)
 
