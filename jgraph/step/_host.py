@@ -3,13 +3,15 @@
 Look for: `in_order`, which updates one parameter after the other. XLA would otherwise copy the whole state to the device first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 
 from jgraph.autodiff import replay
@@ -69,37 +71,55 @@ def in_order(
     leaves, structure = jax.tree.flatten(opt_state)
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     closed, (new_params, _) = jax.make_jaxpr(update, return_shape=True)(structure.unflatten(shapes))
+    # optax has jitted functions of all moments.
+    closed = jax.make_jaxpr(partial(_run_inlined, closed.jaxpr, closed.consts))(shapes)
     jaxpr = closed.jaxpr
-    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    makers = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
     params, state = jaxpr.outvars[: len(new_params)], jaxpr.outvars[len(new_params) :]
-    on_host = {v: i for i, v in enumerate(jaxpr.invars) if jax.typeof(leaves[i]).memory_space == Space.Host}
+    places = {v: i for i, v in enumerate(jaxpr.invars)}
+    on_host = {v for v, leaf in zip(jaxpr.invars, leaves, strict=True) if jax.typeof(leaf).memory_space == Space.Host}
     env = replay.environment(jaxpr, closed.consts, leaves)
     read = replay.reader(env)
     copied: list[int] = []
-    after = [start, start]
+    done = [start, start]
 
-    def compute(atom: replay.Atom) -> None:
-        if replay.is_literal(atom):
-            return
-        if (i := on_host.pop(atom, None)) is not None:
-            leaf, _ = lax.optimization_barrier((leaves[i], after[-2]))
-            env[atom] = jax.device_put(leaf, Space.Device)
-            copied.append(i)
-        elif atom not in env:
-            eqn = makers[atom]
-            for v in eqn.invars:
-                compute(v)
-            replay.write(env, eqn.outvars, replay.apply(eqn, [read(v) for v in eqn.invars]))
+    def compute(wanted: replay.Atom) -> Array:
+        needed: set[int] = set()
+        stack = [wanted]
+        while stack:
+            v = stack.pop()
+            if replay.is_literal(v):
+                continue
+            if v in on_host:
+                on_host.remove(v)
+                leaf, _ = lax.optimization_barrier((env[v], done[-2]))
+                env[v] = jax.device_put(leaf, Space.Device)
+                copied.append(places[v])
+            elif v not in env and (i := makers[v]) not in needed:
+                needed.add(i)
+                stack += jaxpr.eqns[i].invars
+        for i in sorted(needed):
+            eqn = jaxpr.eqns[i]
+            replay.write(env, eqn.outvars, replay.apply(eqn, list(map(read, eqn.invars))))
+        return read(wanted)
 
     for v in params:
-        compute(v)
-        after.append(read(v))
+        done.append(compute(v))
         while copied:
             compute(state[copied.pop()])
-    for v in state:
-        compute(v)
-    new = [_put(read(v), jax.typeof(leaf).memory_space) for v, leaf in zip(state, leaves, strict=True)]
-    return dict(zip(sorted(new_params), map(read, params), strict=True)), structure.unflatten(new)
+    new_state = [_put(compute(v), jax.typeof(leaf).memory_space) for v, leaf in zip(state, leaves, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(new_params), map(read, params)), structure.unflatten(new_state)
+
+
+def _run_inlined(jaxpr: core.Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
+    """Runs a jaxpr without calls of jitted functions."""
+
+    def evaluate(_: int, eqn: core.JaxprEqn, read: replay.Reader[Array]) -> list[Array]:
+        values = [read(v) for v in eqn.invars]
+        is_call = eqn.primitive.name in replay.JITS
+        return _run_inlined(replay.body(eqn), replay.body_consts(eqn), values) if is_call else replay.apply(eqn, values)
+
+    return replay.interpret(jaxpr, consts, args, evaluate)
 
 
 def _put(leaf: Array, space: Space) -> Array:
