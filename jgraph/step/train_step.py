@@ -27,10 +27,9 @@ from jgraph.mesh import PARTITIONED_AXES, traced_on
 from jgraph.precision.config import FP8Config
 from jgraph.scopes import scope
 from jgraph.step._bind import bind
-from jgraph.step._host import check_offload, with_masters
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import StepMetrics, TrainState
-from jgraph.step.transform import Elementwise, Transform
+from jgraph.step.transform import Elementwise, Transform, with_masters
 from jgraph.step.update import Update
 from jgraph.strategies import checks
 from jgraph.strategies.base import BoundStrategy, GradientProgram, Strategy
@@ -142,7 +141,7 @@ def train_step(
         batch=batch,
     )
     bound, optimizer = bind(transform, strategy, objective, layout)
-    check_offload(offload, bound.batches.mesh)
+    checks.check_offload(offload, bound.batches.mesh)
     if offload == "optimizer" and params_dtype != jnp.float32:
         optimizer = replace(optimizer, transform=with_masters(optimizer.transform))
     update = Update(

@@ -15,11 +15,11 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jgraph.autodiff.host import back, in_host_memory, in_order
 from jgraph.checkpoint.canonical import spread
 from jgraph.layout import Layout
-from jgraph.step._host import Masters, in_host_memory, in_order
 from jgraph.step.state import StepMetrics, TrainState
-from jgraph.step.transform import Transform, apply_transform, state_shardings
+from jgraph.step.transform import Masters, Transform, apply_transform, state_shardings
 from jgraph.strategies import checks
 from jgraph.strategies.objective import Carry, Loss, Objective, halted, raised
 from jgraph.types import Arrays, Avals, Carried, Observed, OptState, Params, Shardings, Tree
@@ -130,8 +130,8 @@ class Update:
         def updated(opt_state: OptState) -> tuple[Arrays, OptState]:
             return chosen(self._updated(grads, norm, before, opt_state, loss), (before, opt_state))
 
-        is_on_host = self.offload == "optimizer"
-        params, opt_state = in_order(updated, state.opt_state, norm) if is_on_host else updated(state.opt_state)
+        params, opt_state = in_order(updated, state.opt_state, start=[norm])
+        opt_state = jax.tree.map(back, opt_state, state.opt_state)
         carried, observed = chosen((carried, after.observed), (as_before, state.observed))
         skipped = state.skipped + jnp.where(finite, 0, counts)
         aux = jax.tree.map(lambda leaf: leaf / sums.weight, sums.aux)
