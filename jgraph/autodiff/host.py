@@ -12,21 +12,19 @@ from jax.sharding import NamedSharding
 from jgraph.autodiff import replay
 from jgraph.types import Shardings, Tree
 
-_KIND = "pinned_host"
+HOST = "pinned_host"
+"""The memory kind of JAX."""
+
 _Result = TypeVar("_Result")
-
-
-def is_host(sharding: NamedSharding | None) -> bool:
-    return sharding is not None and sharding.memory_kind == _KIND
 
 
 def in_host_memory(shardings: Shardings, shapes: Tree) -> Shardings:
     """Moves all arrays to pinned host memory except scalars, such as counts."""
 
     def place(sharding: NamedSharding, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        there = sharding.with_memory_kind(_KIND)
+        there = sharding.with_memory_kind(HOST)
         if there.memory_kind is None:  # JAX drops the memory of devices that are not present, but not of an abstract mesh
-            there = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=_KIND)
+            there = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind=HOST)
         return there if leaf.ndim else sharding
 
     return jax.tree.map(place, shardings, shapes)
