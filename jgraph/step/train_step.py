@@ -33,7 +33,7 @@ from jgraph.step.transform import Elementwise, Transform, with_masters
 from jgraph.step.update import Update
 from jgraph.strategies import checks
 from jgraph.strategies.base import BoundStrategy, GradientProgram, Strategy
-from jgraph.strategies.objective import LossFunction, LossInParts, Objective
+from jgraph.strategies.objective import LossFunction, LossInParts, Objective, Offload
 from jgraph.types import Batch, Carried, JaxDevice, Key, Observed, Params, Reductions, Tree
 from jgraph.xla import check_identity, compile_and_report, compiler_options
 from jgraph.xla.options import OptionValue, known
@@ -57,7 +57,7 @@ def train_step(
     fp8: FP8Config | None = None,
     batch: Batch = None,
     layout: Literal["auto", "tree"] = "auto",
-    offload: Literal["nothing", "optimizer"] = "nothing",
+    offload: Offload = "nothing",
 ) -> "TrainStep":
     """Makes a training step: gradients of a loss over microbatches, clipping, an optax update, applied only if finite.
 
@@ -139,6 +139,7 @@ def train_step(
         reductions=reductions,
         fp8=fp8,
         batch=batch,
+        offload=offload,
     )
     bound, optimizer = bind(transform, strategy, objective, layout)
     checks.check_offload(offload, bound.batches.mesh)
@@ -154,7 +155,6 @@ def train_step(
         read_dtype=read_dtype,
         frozen_dtype=frozen_dtype,
         observed=bound.observed,
-        offload=offload,
     )
     return TrainStep(bound, update, key)
 

@@ -6,7 +6,7 @@ Look for: `Update.apply`, where `jnp.where` skips an update in the program, so t
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,6 @@ class Update:
     read_dtype: np.dtype | None  # the mean gradient is rounded to it before the update
     frozen_dtype: np.dtype  # of arrays with frozen parameters only
     observed: Observed  # shapes
-    offload: Literal["nothing", "optimizer"] = "nothing"
 
     def initial(self, tree: Params, carried: Carried, observed: Observed = None) -> TrainState:
         """Returns the state before the first step, for parameters in the model's own tree."""
@@ -92,7 +91,7 @@ class Update:
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[name]) for name, leaf in state.params.items()
         }
         opt_state = self.optimizer.shardings(mesh, params, state.opt_state)
-        if self.offload == "optimizer":
+        if self.objective.offload == "optimizer":
             opt_state = in_host_memory(opt_state, state.opt_state)
         replicated: TrainState = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), state)
         return replace(replicated, params=placed, opt_state=opt_state)
