@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax import Array, lax
@@ -10,10 +10,9 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 
 from jgraph.autodiff import replay
+from jgraph.kernels import SAVED_ATTENTION
+from jgraph.tree import HOST
 from jgraph.types import Shardings, Tree
-
-HOST = "pinned_host"
-"""The memory kind of JAX."""
 
 _Result = TypeVar("_Result")
 
@@ -103,3 +102,13 @@ def _run_inlined(jaxpr: core.Jaxpr, consts: Sequence[Array], args: Sequence[Arra
         return _run_inlined(replay.body(eqn), replay.body_consts(eqn), values) if is_call else replay.apply(eqn, values)
 
     return replay.interpret(jaxpr, consts, args, evaluate)
+
+
+_PRODUCTS = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", HOST)
+_OFFLOAD = _PRODUCTS(lax.dot_general_p, dimension_numbers=(((), ()), ((), ())))
+
+
+def offload_residuals(primitive: Any, *avals: Any, **params: Any) -> Any:
+    """A policy of `jax.checkpoint` that keeps results of matmuls with weights, and of attention kernels, in host memory."""
+    is_attention = primitive.name == "dot_product_attention_fwd_wrapper" or params.get("name") == SAVED_ATTENTION
+    return _OFFLOAD if is_attention else _PRODUCTS(primitive, *avals, **params)

@@ -12,11 +12,11 @@ import jax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jgraph.autodiff.host import HOST, in_host_memory, in_order
+from jgraph.autodiff.host import in_host_memory, in_order
 from jgraph.dispatch import in_turn
 from jgraph.layout import Layout
 from jgraph.mesh import PARTITIONED_AXES
-from jgraph.tree import path_name
+from jgraph.tree import is_on_host, path_name
 from jgraph.types import Arrays, OptState, Params, Registered, Shardings, Tree
 
 
@@ -91,7 +91,7 @@ class CanonicalLayout(Generic[State]):
     @property
     def _is_on_host(self) -> bool:
         """True if the optimizer state is in host memory."""
-        return any(leaf.sharding is not None and leaf.sharding.memory_kind == HOST for leaf in jax.tree.leaves(self.own.opt_state))
+        return any(map(is_on_host, jax.tree.leaves(self.own.opt_state)))
 
     @property
     def frozen(self) -> frozenset[str]:

@@ -191,8 +191,7 @@ class DataParallel:
             value, pull_back, sums = jax.vjp(of_trained, {name: params[name] for name in trained}, observed, has_aux=True)
             # Without collectives and copies to the host, XLA orders the backward pass by memory itself.
             orders = sharding.hides_collectives(self.batches.mesh) or self.objective.offload != "nothing"
-            seed = jnp.ones_like(value)
-            grads, after = by_layer(pull_back, seed) if orders else pull_back(seed)
+            grads, after = by_layer(pull_back, jnp.ones_like(value), when="always" if orders else "offloaded")
             return sums, grads, after
 
         return differentiate
