@@ -95,6 +95,11 @@ def train_step(
         layout: What the transform updates. `auto`: packed parameters if the transform is elementwise, which `train_step` finds
             out by traces, else the model's own tree. `tree`: the model's own tree. `print` of the compiled step names the
             choice and its reason.
+        offload: `optimizer` keeps the arrays of the optimizer state in pinned host memory, and copies those of two parameters
+            at a time to the device. The strategy needs a mesh. If `params_dtype` is not float32, the optimizer state is
+            `(params, inner)`: float32 parameters, which the transform updates, and its own state. The parameters of the step
+            are then a cast copy. A transform that reads all its state at once, such as `optax.MultiSteps`, needs device memory
+            for all of it.
 
     Returns:
         A `TrainStep`. Its `compile(batch)` returns the function `run(state, batch) -> (state, metrics)`, and its `init(params)`

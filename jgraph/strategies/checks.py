@@ -45,6 +45,7 @@ def check_split(mesh: Mesh | None, params: Description) -> None:
 
 
 def check_offload(offload: str, mesh: Mesh | None) -> None:
+    """Checks that the step has a mesh, because only shardings on a mesh name host memory."""
     check_choice("offload", offload, ("nothing", "optimizer"))
     if offload != "nothing" and mesh is None:
         must = "must be nothing without a mesh; on one device, pass jax.make_mesh((1,), ('data',)) to the strategy"
