@@ -147,7 +147,7 @@ def test_arrays_are_copied_to_the_device_after_the_result_before_the_previous_on
     np.testing.assert_array_equal(jnp.stack([*results[0], *results[1]]), np.full((2, 3), 2))
 
 
-LAYERS, WIDTH = 12, 512
+LAYERS, WIDTH = 12, 1024
 
 
 def deep(params, x, key):
