@@ -178,3 +178,5 @@ def test_device_memory_falls_by_the_moments_without_those_of_two_parameters(h200
     # Two moments of two parameters, before and after the update.
     assert held.temporaries - kept.temporaries <= 2 * 2 * 2 * moment
     assert copies == 2 * 2 * LAYERS
+
+
