@@ -19,7 +19,7 @@ from jgraph.tree import is_on_host
 from jgraph.xla import aot, check_identity
 from jgraph.xla.explain import Memory
 from tests.pipeline import test_pipelined_step as pipelined
-from tests.step.test_train_step import batch as batch, mean, new_params, shapes, strategy, trained
+from tests.step.test_train_step import batch as batch, mean, new_params, strategy, trained
 from tests.target_fixture import reused_kernels
 
 # The clipping reads all moments before the first parameter is updated.
@@ -178,5 +178,3 @@ def test_device_memory_falls_by_the_moments_without_those_of_two_parameters(h200
     # Two moments of two parameters, before and after the update.
     assert held.temporaries - kept.temporaries <= 2 * 2 * 2 * moment
     assert copies == 2 * 2 * LAYERS
-
-

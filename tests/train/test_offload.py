@@ -51,7 +51,8 @@ def test_a_run_on_one_device_counts_device_memory_without_the_moments():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "flags", [(), ("--fsdp", "2"), ("--model.scan-layers",), ("--precision", "fp8", "--fp8.emulate"), ("--num-microbatches", "2")]
+    "flags",
+    [(), ("--fsdp", "2"), ("--model.scan-layers",), ("--precision", "fp8", "--fp8.emulate"), ("--num-microbatches", "2")],
 )
 def test_residuals_in_host_memory_give_the_same_losses_as_recomputed_layers(flags):
     assert losses_of("--remat", "offload", *flags) == losses_of("--remat", "layer", *flags)
