@@ -56,7 +56,7 @@ def in_order(function: Callable[..., _Result], *args: Tree, start: Sequence[Arra
         stack: list[replay.Atom] = [wanted]
         while stack:
             v = stack.pop()
-            if replay.is_literal(v):
+            if not isinstance(v, core.Var):
                 continue
             if v in waiting:
                 waiting.remove(v)
@@ -67,7 +67,7 @@ def in_order(function: Callable[..., _Result], *args: Tree, start: Sequence[Arra
         for eqn in (jaxpr.eqns[i] for i in sorted(needed)):
             replay.write(env, eqn.outvars, replay.apply(eqn, [read(v) for v in eqn.invars]))
 
-    left = [v for v in jaxpr.outvars if not replay.is_literal(v)]
+    left = [v for v in jaxpr.outvars if isinstance(v, core.Var)]
     while left:
         compute(left[0])
         done.append([read(left[0])])
@@ -88,7 +88,7 @@ def _sources(jaxpr: core.Jaxpr, inputs: set[core.Var]) -> dict[core.Var, frozens
     """Returns the inputs that each variable depends on."""
     found = {v: frozenset({v} & inputs) for v in (*jaxpr.constvars, *jaxpr.invars)}
     for eqn in jaxpr.eqns:
-        operands = [found[v] for v in eqn.invars if not replay.is_literal(v)]
+        operands = [found[v] for v in eqn.invars if isinstance(v, core.Var)]
         found |= dict.fromkeys(eqn.outvars, frozenset().union(*operands))
     return found
 

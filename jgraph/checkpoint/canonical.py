@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import combinations
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 from jax import Array
@@ -83,7 +83,7 @@ class CanonicalLayout(Generic[State]):
         shapes = jax.eval_shape(lambda own: self._mapped(own, params, moments, lambda leaf: leaf), self.own)
         if self.mesh is None:
             return shapes
-        shardings = spread(self.mesh, self.own.params, shapes)
+        shardings: Any = spread(self.mesh, self.own.params, shapes)
         if self._is_on_host:
             shardings = dataclasses.replace(shardings, opt_state=in_host_memory(shardings.opt_state, shapes.opt_state))
         return jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, shardings)

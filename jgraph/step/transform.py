@@ -100,7 +100,7 @@ def in_float32(transform: Transform) -> Transform:
 class Masters(NamedTuple):
     """State of an optimizer with the float32 parameters that it updates. The parameters of the step are a cast copy."""
 
-    params: Tree  # as the transform sees them
+    params: Any  # a tree, as the transform sees it
     inner: OptState
 
 

@@ -6,7 +6,7 @@ Look for: `Update.apply`, where `jnp.where` skips an update in the program, so t
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +122,7 @@ class Update:
         counts = 1 if flag is None else jnp.where(flag == 0, 1, 0)
         applied = finite if flag is None else finite & (flag == 0)
 
-        def chosen(new: Tree, old: Tree) -> Tree:
+        def chosen(new: Tree, old: Tree) -> Any:
             # Cast to the dtype of the new leaf, so that a transform that changes a dtype fails the check of donated buffers.
             return jax.tree.map(lambda new, old: jnp.where(applied, new, old).astype(new.dtype), new, old)
 

@@ -48,4 +48,4 @@ def by_layer(pull_back: Callable[[Array], _Result], seed: Array, *, when: Litera
 
 def _on_host(eqn: core.JaxprEqn) -> list[core.Var]:
     """Returns the operands in host memory."""
-    return [v for v in eqn.invars if not replay.is_literal(v) and replay.aval_of(v).memory_space == jax.memory.Space.Host]
+    return [v for v in eqn.invars if isinstance(v, core.Var) and replay.aval_of(v).memory_space == jax.memory.Space.Host]

@@ -13,6 +13,7 @@ from jgraph.errors import ConfigError
 from jgraph.pipeline import Pipelined
 from jgraph.schedule import generate
 from jgraph.step import train_step
+from jgraph.step.matrices import sharded_matrices
 from jgraph.step.transform import Masters
 from jgraph.strategies import FullySharded, Loss, Replicated
 from jgraph.tree import is_on_host
@@ -22,6 +23,10 @@ from tests.pipeline import test_pipelined_step as pipelined
 from tests.step.test_train_step import batch as batch, mean, new_params, strategy, trained
 from tests.target_fixture import reused_kernels
 
+MATRICES = optax.partition(
+    {True: sharded_matrices(optax.contrib.muon(1e-2)), False: optax.adam(1e-2)},
+    lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
+)
 # The clipping reads all moments before the first parameter is updated.
 CLIPPED = optax.chain(optax.adamw(1e-2), optax.clip_by_global_norm(1e-3))
 
@@ -41,6 +46,7 @@ def assert_bit_equal(actual, expected):
         ("data 2 x fsdp 2", optax.adamw(1e-2), {"layout": "tree", "num_microbatches": 2}),
         ("fsdp 4", CLIPPED, {"freeze": ("bias",)}),
         pytest.param("fsdp 4", optax.contrib.muon(1e-2), {}, marks=[pytest.mark.long, pytest.mark.once]),
+        pytest.param("fsdp 4", MATRICES, {}, marks=[pytest.mark.long, pytest.mark.once]),
         pytest.param("data 4", optax.MultiSteps(optax.adam(1e-2), 2), {}, marks=pytest.mark.once),
     ],
 )
