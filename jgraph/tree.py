@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.tree_util import KeyPath
 
 from jgraph.errors import ConfigError
-from jgraph.types import Mask, Tree, TreeOf
+from jgraph.types import Leaf, Mask, Tree, TreeOf
 
 Fact = TypeVar("Fact")
 
@@ -41,8 +41,14 @@ def shard_shape(leaf: Any) -> tuple[int, ...]:
 
 
 def shard_nbytes(tree: Tree, itemsize: int | None = None) -> int:
-    """Returns the bytes of one device's parts of a tree, with `itemsize` bytes per element or those of the dtypes."""
-    return sum(math.prod(shard_shape(leaf)) * (itemsize or leaf.dtype.itemsize) for leaf in jax.tree.leaves(tree))
+    """Returns the bytes of a tree in the memory of one device, with `itemsize` bytes per element or those of the dtypes."""
+    leaves = (leaf for leaf in jax.tree.leaves(tree) if not is_on_host(leaf))
+    return sum(math.prod(shard_shape(leaf)) * (itemsize or leaf.dtype.itemsize) for leaf in leaves)
+
+
+def is_on_host(leaf: Leaf) -> bool:
+    """True for an array in pinned host memory, or its shape."""
+    return getattr(getattr(leaf, "sharding", None), "memory_kind", None) == HOST
 
 
 def was_donated(tree: Tree) -> bool:
@@ -55,6 +61,9 @@ def is_router(name: str) -> bool:
     # Routers stay in full precision, because rounding changes the chosen experts.
     return "router" in name
 
+
+HOST = "pinned_host"
+"""JAX's name of the memory of the host that devices read and write."""
 
 ADAPTER_A, ADAPTER_B = "_lora_a", "_lora_b"
 """Ends of the names of the two matrices of an adapter, after the name of its parameter."""

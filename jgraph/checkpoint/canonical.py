@@ -6,16 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import combinations
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jgraph.autodiff.host import in_host_memory, in_order
 from jgraph.dispatch import in_turn
 from jgraph.layout import Layout
 from jgraph.mesh import PARTITIONED_AXES
-from jgraph.tree import path_name
+from jgraph.tree import is_on_host, path_name
 from jgraph.types import Arrays, OptState, Params, Registered, Shardings, Tree
 
 
@@ -58,7 +59,7 @@ class CanonicalLayout(Generic[State]):
         """
         params, moments = self._unpacks
         of_moments = None if moments is None else partial(_run, moments)
-        return self._mapped(state, partial(_run, params), of_moments, lambda leaf: leaf.copy())
+        return self._mapped(state, partial(_run, params), of_moments, _copy)
 
     @cached_property
     def back(self) -> Callable[[State], State]:
@@ -67,7 +68,7 @@ class CanonicalLayout(Generic[State]):
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.own)
         pack_moments = None if self.moments is None else self.moments.pack
         back = jax.jit(
-            lambda canonical: self._mapped(canonical, self.params.pack, pack_moments, lambda leaf: leaf),
+            partial(in_order, lambda canonical: self._mapped(canonical, self.params.pack, pack_moments, lambda leaf: leaf)),
             out_shardings=None if self.mesh is None else shardings,
         )
         return lambda canonical: in_turn(back(canonical))
@@ -82,8 +83,15 @@ class CanonicalLayout(Generic[State]):
         shapes = jax.eval_shape(lambda own: self._mapped(own, params, moments, lambda leaf: leaf), self.own)
         if self.mesh is None:
             return shapes
-        shardings = spread(self.mesh, self.own.params, shapes)
+        shardings: Any = spread(self.mesh, self.own.params, shapes)
+        if self._is_on_host:
+            shardings = dataclasses.replace(shardings, opt_state=in_host_memory(shardings.opt_state, shapes.opt_state))
         return jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, shardings)
+
+    @property
+    def _is_on_host(self) -> bool:
+        """True if the optimizer state is in host memory."""
+        return any(map(is_on_host, jax.tree.leaves(self.own.opt_state)))
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -117,13 +125,16 @@ class CanonicalLayout(Generic[State]):
     @cached_property
     def _unpacks(self) -> tuple[Callable[[Arrays], Params], Callable[[Arrays], Params] | None]:
         """Jitted functions that convert parameters and moments to the model's own tree."""
-        return self._jitted(self.params), None if self.moments is None else self._jitted(self.moments)
+        moments = None if self.moments is None else self._jitted(self.moments, is_on_host=self._is_on_host)
+        return self._jitted(self.params), moments
 
-    def _jitted(self, layout: Layout[Params]) -> Callable[[Arrays], Params]:
+    def _jitted(self, layout: Layout[Params], *, is_on_host: bool = False) -> Callable[[Arrays], Params]:
         if self.mesh is None:
             return jax.jit(layout.unpack)
         tree = jax.eval_shape(layout.unpack, layout.shapes())
-        return jax.jit(layout.unpack, out_shardings=spread(self.mesh, self.own.params, tree))
+        shardings = spread(self.mesh, self.own.params, tree)
+        shardings = in_host_memory(shardings, tree) if is_on_host else shardings
+        return jax.jit(partial(in_order, layout.unpack), out_shardings=shardings)
 
 
 def leaves_of(params: Params) -> dict[str, str]:
@@ -134,6 +145,10 @@ def leaves_of(params: Params) -> dict[str, str]:
 
 def _run(function: Callable[[Arrays], Params], arrays: Arrays) -> Params:
     return in_turn(function(arrays))
+
+
+def _copy(leaf: Array) -> Array:
+    return jax.device_put(leaf, leaf.sharding, may_alias=False)
 
 
 def spread(mesh: Mesh, sharded: Tree, leaves: Tree) -> Shardings:

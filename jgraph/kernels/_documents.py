@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
@@ -28,6 +29,8 @@ _TILE, _HALF = 128, 64
 _LEAST = -1e30
 """Initial value of a row's largest score. Finite, because all keys of the first block may be masked, and -inf - -inf is NaN."""
 _HEADS = (64, 128)
+SAVED_ATTENTION = "jgraph.attention"
+"""The name for policies of `jax.checkpoint` of the results that the gradient reads."""
 
 _Kept: TypeAlias = tuple[Array, Array, Array, Array, tuple[Array, ...], Array, Array]
 """Residuals: queries, keys, values, starts, positions, the attention, and log2 of the sums of exponentials."""
@@ -125,7 +128,8 @@ def _attend(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BS: Array, posit
 def _forward(
     q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BS: Array, positions: tuple[Array, ...], scale: float
 ) -> tuple[Array, _Kept]:
-    y_BSHK, lse_BHS = _jgraph_documents(q_BSHK, k_BTGK, v_BTGK, starts_BS, positions, scale)
+    found = _jgraph_documents(q_BSHK, k_BTGK, v_BTGK, starts_BS, positions, scale)
+    y_BSHK, lse_BHS = checkpoint_name(found, SAVED_ATTENTION)
     return y_BSHK, (q_BSHK, k_BTGK, v_BTGK, starts_BS, positions, y_BSHK, lse_BHS)
 
 

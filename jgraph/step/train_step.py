@@ -29,11 +29,11 @@ from jgraph.scopes import scope
 from jgraph.step._bind import bind
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import StepMetrics, TrainState
-from jgraph.step.transform import Elementwise, Transform
+from jgraph.step.transform import Elementwise, Transform, with_masters
 from jgraph.step.update import Update
 from jgraph.strategies import checks
 from jgraph.strategies.base import BoundStrategy, GradientProgram, Strategy
-from jgraph.strategies.objective import LossFunction, LossInParts, Objective
+from jgraph.strategies.objective import LossFunction, LossInParts, Objective, Offload
 from jgraph.types import Batch, Carried, JaxDevice, Key, Observed, Params, Reductions, Tree
 from jgraph.xla import check_identity, compile_and_report, compiler_options
 from jgraph.xla.options import OptionValue, known
@@ -57,6 +57,7 @@ def train_step(
     fp8: FP8Config | None = None,
     batch: Batch = None,
     layout: Literal["auto", "tree"] = "auto",
+    offload: Offload = "nothing",
 ) -> "TrainStep":
     """Makes a training step: gradients of a loss over microbatches, clipping, an optax update, applied only if finite.
 
@@ -94,6 +95,11 @@ def train_step(
         layout: What the transform updates. `auto`: packed parameters if the transform is elementwise, which `train_step` finds
             out by traces, else the model's own tree. `tree`: the model's own tree. `print` of the compiled step names the
             choice and its reason.
+        offload: `optimizer` keeps the arrays of the optimizer state in pinned host memory, and copies those of two parameters
+            at a time to the device. The strategy needs a mesh. If `params_dtype` is not float32, the optimizer state is
+            `(params, inner)`: float32 parameters, which the transform updates, and its own state. The parameters of the step
+            are then a cast copy. A transform that reads all its state at once, such as `optax.MultiSteps`, needs device memory
+            for all of it.
 
     Returns:
         A `TrainStep`. Its `compile(batch)` returns the function `run(state, batch) -> (state, metrics)`, and its `init(params)`
@@ -138,8 +144,12 @@ def train_step(
         reductions=reductions,
         fp8=fp8,
         batch=batch,
+        offload=offload,
     )
     bound, optimizer = bind(transform, strategy, objective, layout)
+    checks.check_offload(offload, bound.batches.mesh)
+    if offload == "optimizer" and params_dtype != jnp.float32:
+        optimizer = replace(optimizer, transform=with_masters(optimizer.transform))
     update = Update(
         optimizer,
         bound.layout,

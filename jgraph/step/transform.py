@@ -97,6 +97,22 @@ def in_float32(transform: Transform) -> Transform:
     return optax.GradientTransformationExtraArgs(init, transform.update)
 
 
+class Masters(NamedTuple):
+    """State of an optimizer with the float32 parameters that it updates. The parameters of the step are a cast copy."""
+
+    params: Any  # a tree, as the transform sees it
+    inner: OptState
+
+
+def with_masters(transform: Transform) -> Transform:
+    """Returns a transform that makes `Masters`. Its `update` gets `Masters.inner`, like that of `transform`."""
+
+    def init(params: Any) -> Masters:  # optax annotates its trees as any iterables
+        return Masters(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), transform.init(params))
+
+    return optax.GradientTransformationExtraArgs(init, transform.update)  # pyright: ignore[reportArgumentType]
+
+
 def check_transform(transform: Transform | Elementwise) -> None:
     """Checks that `transform` has the methods `init` and `update` of optax, or is an `Elementwise`."""
     if not isinstance(transform, Elementwise) and not _is_transform(transform):

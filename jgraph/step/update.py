@@ -6,7 +6,7 @@ Look for: `Update.apply`, where `jnp.where` skips an update in the program, so t
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,11 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jgraph.autodiff.host import back, in_host_memory, in_order
 from jgraph.checkpoint.canonical import spread
 from jgraph.layout import Layout
 from jgraph.step.state import StepMetrics, TrainState
-from jgraph.step.transform import Transform, apply_transform, state_shardings
+from jgraph.step.transform import Masters, Transform, apply_transform, state_shardings
 from jgraph.strategies import checks
 from jgraph.strategies.objective import Carry, Loss, Objective, halted, raised
 from jgraph.types import Arrays, Avals, Carried, Observed, OptState, Params, Shardings, Tree
@@ -90,6 +91,8 @@ class Update:
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[name]) for name, leaf in state.params.items()
         }
         opt_state = self.optimizer.shardings(mesh, params, state.opt_state)
+        if self.objective.offload == "optimizer":
+            opt_state = in_host_memory(opt_state, state.opt_state)
         replicated: TrainState = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), state)
         return replace(replicated, params=placed, opt_state=opt_state)
 
@@ -118,24 +121,34 @@ class Update:
         # A halted step does not count, and a step that is not finite counts and is skipped.
         counts = 1 if flag is None else jnp.where(flag == 0, 1, 0)
         applied = finite if flag is None else finite & (flag == 0)
-        params, opt_state = self._updated(grads, norm, before, state.opt_state, loss)
-        new = (params, opt_state, carried, after.observed)
-        old = (before, state.opt_state, as_before, state.observed)
-        # Cast to the dtype of the new leaf, so that a transform that changes a dtype fails the check of donated buffers.
-        new = jax.tree.map(lambda new, old: jnp.where(applied, new, old).astype(new.dtype), new, old)
+
+        def chosen(new: Tree, old: Tree) -> Any:
+            # Cast to the dtype of the new leaf, so that a transform that changes a dtype fails the check of donated buffers.
+            return jax.tree.map(lambda new, old: jnp.where(applied, new, old).astype(new.dtype), new, old)
+
+        def updated(opt_state: OptState) -> tuple[Arrays, OptState]:
+            return chosen(self._updated(grads, norm, before, opt_state, loss), (before, opt_state))
+
+        params, opt_state = in_order(updated, state.opt_state, start=[norm])
+        opt_state = jax.tree.map(back, opt_state, state.opt_state)
+        carried, observed = chosen((carried, after.observed), (as_before, state.observed))
         skipped = state.skipped + jnp.where(finite, 0, counts)
         aux = jax.tree.map(lambda leaf: leaf / sums.weight, sums.aux)
-        new = TrainState(state.step + counts, skipped, state.params | new[0], *new[1:])
+        new = TrainState(state.step + counts, skipped, state.params | params, opt_state, carried, observed)
         return new, StepMetrics(loss, norm, square_sums, aux, flag)
 
     def _updated(self, grads: Arrays, norm: Array, params: Arrays, opt_state: OptState, loss: Array) -> tuple[Arrays, OptState]:
         scale = 1.0 if self.clip_norm is None else jnp.minimum(1.0, self.clip_norm / norm)
         scaled = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, grads)
+        layout = self.optimizer.layout
         # In float32, because weight decay in bfloat16 would be rounded to zero.
-        params32 = _cast(params, jnp.float32)
-        updates, opt_state = self.optimizer.update(scaled, opt_state, params32, loss)
+        masters = opt_state if isinstance(opt_state, Masters) else None
+        params32 = layout.pack(masters.params) if masters else _cast(params, jnp.float32)
+        updates, opt_state = self.optimizer.update(scaled, masters.inner if masters else opt_state, params32, loss)
         updates = self._of_trained_rows(updates)
-        return jax.tree.map(lambda p, u, old: (p + u).astype(old.dtype), params32, updates, params), opt_state
+        new32 = jax.tree.map(jnp.add, params32, updates)
+        opt_state = Masters(layout.unpack(new32), opt_state) if masters else opt_state
+        return {name: new.astype(params[name].dtype) for name, new in new32.items()}, opt_state
 
     def _trained(self, arrays: Arrays) -> Arrays:
         return {name: arrays[name] for name, param in self.layout.params.items() if param.is_trained}

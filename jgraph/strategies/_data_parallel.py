@@ -189,9 +189,9 @@ class DataParallel:
                 return sums_of(params | arrays, observed)
 
             value, pull_back, sums = jax.vjp(of_trained, {name: params[name] for name in trained}, observed, has_aux=True)
-            # Without collectives, XLA orders the backward pass by memory itself.
-            seed, orders = jnp.ones_like(value), sharding.hides_collectives(self.batches.mesh)
-            grads, after = by_layer(pull_back, seed) if orders else pull_back(seed)
+            # Without collectives and copies to the host, XLA orders the backward pass by memory itself.
+            orders = sharding.hides_collectives(self.batches.mesh) or self.objective.offload != "nothing"
+            grads, after = by_layer(pull_back, jnp.ones_like(value), when="always" if orders else "offloaded")
             return sums, grads, after
 
         return differentiate

@@ -44,6 +44,14 @@ def check_split(mesh: Mesh | None, params: Description) -> None:
         raise ConfigError(f"`strategy` has a mesh with the axis tensor: {must}", field="strategy")
 
 
+def check_offload(offload: str, mesh: Mesh | None) -> None:
+    """Checks that the step has a mesh, because only shardings on a mesh name host memory."""
+    check_choice("offload", offload, ("nothing", "optimizer"))
+    if offload != "nothing" and mesh is None:
+        must = "must be nothing without a mesh; on one device, pass jax.make_mesh((1,), ('data',)) to the strategy"
+        raise ConfigError(f"`offload` is {offload}: {must}", field="offload")
+
+
 def check_clip_norm(value: float | None) -> None:
     """Checks the argument `clip_norm` of a step."""
     fits = value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) > 0)

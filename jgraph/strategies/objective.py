@@ -7,7 +7,7 @@ reduced over microbatches and devices, and replace the state if the update is ap
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,10 @@ class LossInParts(Protocol):
     def head(self) -> Callable[..., Array]: ...
 
 
+Offload: TypeAlias = Literal["nothing", "optimizer"]
+"""The part of the state that is in host memory."""
+
+
 class Carry(NamedTuple):
     """State other than parameters and optimizer state."""
 
@@ -89,6 +93,7 @@ class Objective:
     reductions: Reductions = field(default_factory=dict)  # a tree like `carried`
     fp8: FP8Config | None = None
     batch: Batch = None  # arrays or shapes, leaves [B, ...]; required with `fp8`
+    offload: Offload = "nothing"
 
     def tree(self, arrays: Arrays) -> Params:
         """Returns the parameters that the loss gets as a tree, from `layout.params` by name."""

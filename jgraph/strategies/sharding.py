@@ -7,6 +7,7 @@ which XLA's scheduler moves next to its use.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, TypeVar, get_args
 
 import jax
@@ -165,9 +166,9 @@ def value_and_grads(
 
     # Buckets are summed during the backward pass, in a fixed order. Otherwise, XLA schedules the sum of each gradient.
     if reduce == "in buckets":
-        grads, after = reduce_in_buckets(by_layer, (pull_back, jnp.ones_like(value)), add, grads_dtype)
+        grads, after = reduce_in_buckets(partial(by_layer, when="always"), (pull_back, jnp.ones_like(value)), add, grads_dtype)
     else:
-        grads, after = by_layer(pull_back, jnp.ones_like(value))
+        grads, after = by_layer(pull_back, jnp.ones_like(value), when="always")
         grads = {name: add(name, gradient.astype(grads_dtype)) for name, gradient in grads.items()}
     return aux, grads, after
 

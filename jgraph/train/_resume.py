@@ -86,6 +86,8 @@ def differences(config: TrainConfig, fields: dict[str, Any], done: int, fingerpr
     new = flatten(json.loads(json.dumps(config.to_dict())))
     rules = rules_of(config)
     may = {name: rules[name].may if name in rules else "no" for name in new | saved}
+    if new.get("main_params_dtype") != "float32":
+        may["offload"] = "no"  # the checkpoint has float32 parameters only with `offload`
     is_extended = _is_extended(new, saved, done)
     allowed = ("yes", "by extend") if is_extended else ("yes",)
     # The schedule depends on the number of steps. If that number is not allowed, only the number is reported.

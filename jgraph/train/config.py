@@ -70,7 +70,8 @@ class TrainConfig:
         self._check_base()
         self.dtypes.check()
         remat = self.compile.remat
-        require(self.is_pipeline or remat != "wide", "remat", remat, "nothing or layer without a pipeline")
+        require(self.is_pipeline or remat != "wide", "remat", remat, "nothing, layer or offload without a pipeline")
+        require(not self.is_pipeline or remat != "offload", "remat", remat, "nothing, layer or wide in a pipeline")
         self._check_fp8()
         self._check_profile()
         self._set_warmup()

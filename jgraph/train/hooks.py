@@ -27,10 +27,12 @@ class Model(Protocol):
     hugging_face: ClassVar[HuggingFace]
     """Maps models of the class to Hugging Face folders and back. If missing, folders cannot be read or written."""
 
-    remat: Literal["nothing", "layer"]
+    remat: Literal["nothing", "layer", "offload"]
     """Activations to recompute in the backward pass, an attribute of NNX modules with the initial value `nothing`.
 
-    `--remat layer` sets it before the model is traced. If missing, `--remat layer` is refused, except in a pipeline.
+    `--remat` sets it before the model is traced. For `offload`, the model passes `jax.checkpoint` a policy that keeps results
+    in host memory, such as `jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")`. If missing,
+    `--remat layer` and `offload` are refused, except `layer` in a pipeline.
     """
 
     @staticmethod

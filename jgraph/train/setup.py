@@ -45,11 +45,16 @@ class TrainSetup:
         """
         parallel = config.parallel
         fp8 = fp8_recipe(config)
-        mesh = make_mesh(parallel, is_pipeline=config.is_pipeline, is_sharded=config.is_sharded, devices=devices)
+        offload = config.compile.offload
+        mesh = make_mesh(
+            parallel, is_pipeline=config.is_pipeline, is_sharded=config.is_sharded, offload=offload, devices=devices
+        )
         batch = batch_shapes(config.input, config.input.batch_size)
         with errors_by_field(config):
             model = build_model(config, functions)
+            remat = config.compile.remat
             if config.is_pipeline:
+                assert remat != "offload", "checked by the configuration"
                 strategy = pipelined(
                     parallel,
                     config.pipeline,
@@ -57,7 +62,7 @@ class TrainSetup:
                     model,
                     batch=batch,
                     num_microbatches=config.input.num_microbatches,
-                    remat=config.compile.remat,
+                    remat=remat,
                     fp8=fp8,
                 )
             else:
@@ -87,6 +92,7 @@ class TrainSetup:
                 reductions=functions.reductions,
                 fp8=fp8,
                 batch=batch,
+                offload=offload,
             )
         return cls(config, functions, step)
 

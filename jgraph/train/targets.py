@@ -27,7 +27,7 @@ def explain_step(config: TrainConfig, target: str | None) -> Explanation:
         setup = TrainSetup.from_config(config)
         step = setup.step
         batch = setup.batch()
-        if target is not None and step.num_devices > 1:
+        if target is not None and step.mesh is not None:
             step = step.on(aot.devices(step.num_devices, gpu=target))
             batch = step.placed_shapes(batch)
     with interruptible("compiling the training step"):

@@ -34,12 +34,15 @@ class Memory:
         outputs: Size of the results, with those in donated buffers.
         aliased: Size of the results in donated buffers.
         temporaries: Peak size of the buffers that are neither arguments nor results.
+        host: Size of the arguments and temporaries in host memory, which the other attributes and `total` do not contain. 0 on
+            a CPU, where `arguments` contains them.
     """
 
     arguments: int
     outputs: int
     aliased: int
     temporaries: int
+    host: int = 0
 
     @classmethod
     def read(cls, compiled: jax.stages.Compiled) -> "Memory | None":
@@ -52,8 +55,9 @@ class Memory:
             The memory, or None if XLA does not report it.
         """
         found = compiled.memory_analysis()
-        names = ("argument", "output", "alias", "temp")
-        return None if found is None else cls(*(getattr(found, f"{name}_size_in_bytes") for name in names))
+        names = ("argument", "output", "alias", "temp", "host_argument", "host_temp")
+        sizes = [] if found is None else [getattr(found, f"{name}_size_in_bytes") for name in names]
+        return cls(*sizes[:4], host=sum(sizes[4:])) if sizes else None
 
     @property
     def total(self) -> int:
@@ -66,6 +70,8 @@ class Memory:
 
     def __str__(self) -> str:
         parts = dataclasses.asdict(self) | {"together": self.total}
+        host = parts.pop("host")
+        parts |= {"in host memory": host} if host else {}
         return ", ".join(f"{name} {show_bytes(number)}" for name, number in parts.items())
 
 

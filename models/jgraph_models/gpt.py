@@ -12,7 +12,7 @@ The settings select a GPT, Llama 3, Qwen2, Qwen3 or Mixtral. SwiGLU: Shazeer, "G
 # rotary_T1K: `rotary_of(config, T)`
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -23,6 +23,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 import jgraph
+from jgraph.autodiff.host import offload_residuals
 from jgraph.context import gathered, token_order
 from jgraph.errors import ConfigError
 from jgraph.kernels import document_attention
@@ -67,7 +68,7 @@ class GPT(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.remat: Literal["nothing", "layer"] = "nothing"  # Set by the trainer.
+        self.remat: Literal["nothing", "layer", "offload"] = "nothing"  # Set by the trainer.
         self.blocks: Any  # A list of blocks, or one block with stacked layers.
         init = nnx.initializers.normal(_INIT_SCALE)
         self.embedding_VD = nnx.Param(init(rngs.params(), (config.vocab_size, config.d_model), jnp.float32))
@@ -124,7 +125,7 @@ class GPT(nnx.Module):
                 return block(x_BTD, rotary_T1K, starts_BT)
 
             # prevent_cse is not needed, because XLA cannot merge the recomputation with the forward pass across a loop.
-            apply = nnx.remat(apply, prevent_cse=False) if self.remat == "layer" else apply
+            apply = self._remat(apply, prevent_cse=False)
             return self.norm(nnx.scan(apply, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks))
         kernel = norm_kernel(self.config)
         if _takes_turns(self.config, *x_BTD.shape[:2]):
@@ -141,11 +142,15 @@ class GPT(nnx.Module):
         def parts(block: Block, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
             return block.parts(x_BTD, add_BTD, rotary_T1K, starts_BT, kernel)
 
-        parts = nnx.remat(parts) if self.remat == "layer" else parts
+        parts = self._remat(parts)
         add_BTD = None
         for block in blocks:
             x_BTD, add_BTD = parts(block, x_BTD, add_BTD)
         return x_BTD, add_BTD
+
+    def _remat(self, apply: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        policy = offload_residuals if self.remat == "offload" else None
+        return apply if self.remat == "nothing" else nnx.remat(apply, policy=policy, **options)
 
     def _in_turns(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None, kernel: Norm) -> tuple[Array, Array]:
         """Applies all blocks on the shards of the axis `tensor`."""

@@ -41,6 +41,7 @@ FREE = {
         "schedule",
         "memory_limit",
         "remat",
+        "offload",
         "graph",
         "xla_options",
     ),
