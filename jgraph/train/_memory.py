@@ -1,6 +1,7 @@
 """Errors about memory: what does not fit, the largest arrays, and what to change."""
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 
@@ -12,6 +13,8 @@ from jgraph.train.config import InputConfig
 from jgraph.train.rundir import RunDir
 
 _CAUSES = 3
+_PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""XLA reads this variable when it starts a GPU. The default is 64."""
 
 
 @contextlib.contextmanager
@@ -44,6 +47,7 @@ def check_step(batch: InputConfig, step: CompiledStep, local_devices: int) -> No
         return
     device = jax.local_devices()[0]
     memory = step.memory
+    _check_pinned(memory.host * local_devices)
     available = (device.memory_stats() or {}).get("bytes_limit", memory.total)
     if memory.total <= available:
         return
@@ -52,7 +56,10 @@ def check_step(batch: InputConfig, step: CompiledStep, local_devices: int) -> No
     more += "; python -m jgraph.plan lists the layouts that fit"
     if memory.arguments > available:
         needs = f"the state and batch need {_gib(memory.arguments)} of each device: {place}"
-        raise ConfigError(f"{needs}; shard them with `fsdp`, or train adapters with `lora.rank`{more}", field="fsdp")
+        raise ConfigError(
+            f"{needs}; shard them with `fsdp`, offload the optimizer with `offload`, or train adapters with `lora.rank`{more}",
+            field="fsdp",
+        )
     largest = step.capture.buffers[:_CAUSES] if step.capture else ()
     causes = f"; the largest temporaries are {', '.join(map(str, largest))}" if largest else ""
     parts = f"state and batch {_gib(memory.arguments)}, temporaries {_gib(memory.temporaries)}"
@@ -60,10 +67,19 @@ def check_step(batch: InputConfig, step: CompiledStep, local_devices: int) -> No
     raise _too_large(batch, f"a step of {_gib(memory.total)} ({parts}) {place}", f", or {remedy}{more}{causes}")
 
 
+def _check_pinned(needed: int) -> None:
+    """Checks that XLA may allocate the pinned host memory of all devices of this process."""
+    limit = float(os.environ.get(_PINNED_LIMIT, 64)) * 2**30
+    if needed > limit:
+        enough = math.ceil(1.1 * needed / 2**30)
+        must = f"must fit into the {_gib(limit)} of pinned memory that JAX uses; set {_PINNED_LIMIT}={enough}"
+        raise ConfigError(f"`offload` and `remat` put {_gib(needed)} into host memory: this {must}", field="offload")
+
+
 def _too_large(batch: InputConfig, must: str, advice: str = "") -> ConfigError:
     sizes = f"`batch_size` is {batch.batch_size} in `num_microbatches` {batch.num_microbatches}"
     return ConfigError(f"{sizes}: {must}; use a smaller batch or more microbatches{advice}", field="batch_size")
 
 
-def _gib(number: int) -> str:
+def _gib(number: float) -> str:
     return f"{number / 2**30:,.1f} GiB"

@@ -469,6 +469,18 @@ def test_a_step_that_does_not_fit_names_what_needs_the_memory(arguments, words, 
     check_step(InputConfig(batch_size=4), SimpleNamespace(memory=memory, capture=None), 1)
 
 
+def test_a_step_with_more_pinned_memory_than_xla_allocates_names_the_variable(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=dict, device_kind="GPU")])
+    step = SimpleNamespace(memory=Memory(1, 0, 0, 1, host=40 << 30), capture=None)
+    check_step(InputConfig(batch_size=4), step, 1)
+    must = r"put 80.0 GiB into host memory: .* 64.0 GiB .* set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=88"
+    with pytest.raises(ConfigError, match=must):
+        check_step(InputConfig(batch_size=4), step, 2)
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "88")
+    check_step(InputConfig(batch_size=4), step, 2)
+
+
 def test_another_error_of_a_device_is_not_reported_as_too_little_memory(tmp_path):
     with (
         pytest.raises(jax.errors.JaxRuntimeError, match=r"^INTERNAL: ") as error,
