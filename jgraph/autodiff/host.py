@@ -1,5 +1,6 @@
 """Arrays in pinned host memory: their shardings, and programs that copy few of them to the device at a time."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -109,6 +110,16 @@ _OFFLOAD = _PRODUCTS(lax.dot_general_p, dimension_numbers=(((), ()), ((), ())))
 
 
 def offload_residuals(primitive: Any, *avals: Any, **params: Any) -> Any:
-    """A policy of `jax.checkpoint` that keeps results of matmuls with weights, and of attention kernels, in host memory."""
-    is_attention = primitive.name == "dot_product_attention_fwd_wrapper" or params.get("name") == SAVED_ATTENTION
-    return _OFFLOAD if is_attention else _PRODUCTS(primitive, *avals, **params)
+    """A policy of `jax.checkpoint` that keeps results of attention kernels and of narrow matmuls in host memory.
+
+    Narrow matmuls are those with weights whose results have less than twice as many elements as the data. For wider results,
+    the copies take longer than the layer that hides them.
+    """
+    if primitive.name == "dot_product_attention_fwd_wrapper" or params.get("name") == SAVED_ATTENTION:
+        return _OFFLOAD
+    if primitive is lax.dot_general_p:
+        data, weight = avals
+        contracted = math.prod(data.shape[axis] for axis in params["dimension_numbers"][0][0])
+        if weight.size >= 2 * contracted**2:
+            return False
+    return _PRODUCTS(primitive, *avals, **params)
