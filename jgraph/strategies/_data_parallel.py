@@ -20,7 +20,7 @@ from jgraph.mesh import Axis, batch_axes, num_data_ranks, on_ranks, with_batch_a
 from jgraph.precision.loss import FP8Loss, StepLoss
 from jgraph.strategies import sharding
 from jgraph.strategies._accumulate import MicrobatchFunction, accumulate
-from jgraph.strategies._order import by_layer
+from jgraph.strategies._order import by_layer, vjp
 from jgraph.strategies.base import GradientProgram, Options, Pools, Reports
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.checks import check_function, check_split
@@ -156,6 +156,7 @@ class DataParallel:
         """Returns a function that computes the sums, gradients and observed state of a microbatch."""
         sums_dtype = self.objective.grads_dtype
         fp8 = self.objective.fp8
+        offload = self.objective.offload
         trained = list(self.layout.trained.params)
         in_fp8 = self.loss.weights if fp8 is not None and not fp8.calibrates else ()
 
@@ -180,6 +181,7 @@ class DataParallel:
                     observed,
                     grads_dtype=sums_dtype,
                     gather_per=self.gather_per,
+                    offload=offload,
                     # FP8 wgrads are too short to hide reductions. bfloat16 wgrads hide them, and barriers cost 2 to 4%
                     # (notes/develop/measurements/sharding.md).
                     reduce="in buckets" if in_fp8 else "scheduled",
@@ -188,10 +190,12 @@ class DataParallel:
             def of_trained(arrays: Arrays, observed: Observed) -> tuple[Array, Loss]:
                 return sums_of(params | arrays, observed)
 
-            value, pull_back, sums = jax.vjp(of_trained, {name: params[name] for name in trained}, observed, has_aux=True)
+            arrays = {name: params[name] for name in trained}
+            value, pull_back, sums = vjp(of_trained, arrays, observed, offload=offload)
             # Without collectives and copies to the host, XLA orders the backward pass by memory itself.
-            orders = sharding.hides_collectives(self.batches.mesh) or self.objective.offload != "nothing"
-            grads, after = by_layer(pull_back, jnp.ones_like(value), when="always" if orders else "offloaded")
+            orders = offload != "nothing" or sharding.hides_collectives(self.batches.mesh)
+            seed = jnp.ones_like(value)
+            grads, after = by_layer(pull_back, seed) if orders else pull_back(seed)
             return sums, grads, after
 
         return differentiate

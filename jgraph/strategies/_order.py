@@ -1,29 +1,60 @@
 """Keeps XLA from delaying the weight gradients of recomputed layers."""
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax import Array, lax
 from jax.extend import core
 
 from jgraph.autodiff import replay
+from jgraph.strategies.objective import Offload
+from jgraph.types import Tree
 
 _Result = TypeVar("_Result")
+_Aux = TypeVar("_Aux")
 
 
-def by_layer(pull_back: Callable[[Array], _Result], seed: Array, *, when: Literal["always", "offloaded"]) -> _Result:
+def vjp(
+    function: Callable[..., tuple[Array, _Aux]], *args: Tree, offload: Offload
+) -> tuple[Array, Callable[[Array], Any], _Aux]:
+    """Is `jax.vjp` with `has_aux`. If residuals are offloaded, at most two at a time are being copied to host memory.
+
+    XLA would copy them at the end of the forward pass, and keep all of them on the device until then.
+    """
+
+    def forward(*args: Tree) -> Any:
+        return jax.vjp(function, *args, has_aux=True)
+
+    if offload not in ("residuals", "both"):
+        return forward(*args)
+    closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*args)
+    jaxpr = closed.jaxpr
+    env = replay.environment(jaxpr, closed.consts, jax.tree.leaves(args))
+    read = replay.reader(env)
+    copies: list[list[Array]] = [[], []]
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "device_put" and _is_on_host(eqn.outvars[0]):
+            # What reads the residual next waits for the copy before the previous one.
+            (source,) = eqn.invars
+            env[source], _ = lax.optimization_barrier((read(source), copies[-2]))
+            copies.append(replay.apply(eqn, [read(source)]))
+            replay.write(env, eqn.outvars, copies[-1])
+        else:
+            replay.write(env, eqn.outvars, replay.apply(eqn, [read(v) for v in eqn.invars]))
+    return jax.tree.unflatten(jax.tree.structure(shapes), map(read, jaxpr.outvars))
+
+
+def by_layer(pull_back: Callable[[Array], _Result], seed: Array) -> _Result:
     """Runs a backward pass in which each `jax.checkpoint` is complete before the equations that follow read its results.
 
     XLA's latency-hiding scheduler delays weight gradients to hide collectives and copies beside them. Then the recomputed
     activations of many layers are in memory at once. A reduction still runs beside the backward pass of the next layer, and so
-    do the copies of a layer's residuals from host memory. `when` offloaded changes only passes with such copies.
+    do the copies of a layer's residuals from host memory.
     """
     closed, shapes = jax.make_jaxpr(pull_back, return_shape=True)(seed)
     jaxpr = closed.jaxpr
     layers = [i for i, eqn in enumerate(jaxpr.eqns) if eqn.primitive.name in replay.CHECKPOINTS]
-    if when == "offloaded" and not any(_on_host(jaxpr.eqns[i]) for i in layers):
-        return pull_back(seed)
     env = replay.environment(jaxpr, closed.consts, [seed])
     last_read = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not replay.is_literal(v)}
     last_read |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not replay.is_literal(v)}
@@ -46,6 +77,10 @@ def by_layer(pull_back: Callable[[Array], _Result], seed: Array, *, when: Litera
     return jax.tree.unflatten(jax.tree.structure(shapes), replay.run(jaxpr.eqns[start:], env, jaxpr.outvars))
 
 
+def _is_on_host(v: replay.Atom) -> bool:
+    return isinstance(v, core.Var) and getattr(replay.aval_of(v), "memory_space", None) == jax.memory.Space.Host
+
+
 def _on_host(eqn: core.JaxprEqn) -> list[core.Var]:
     """Returns the operands in host memory."""
-    return [v for v in eqn.invars if isinstance(v, core.Var) and replay.aval_of(v).memory_space == jax.memory.Space.Host]
+    return [v for v in eqn.invars if isinstance(v, core.Var) and _is_on_host(v)]

@@ -18,7 +18,7 @@ from jgraph.errors import ConfigError, ShapeError, check_choice, shown
 from jgraph.layout import Description
 from jgraph.mesh import Axis
 from jgraph.precision.config import FP8Config
-from jgraph.strategies.objective import Loss, LossFunction, LossInParts
+from jgraph.strategies.objective import Loss, LossFunction, LossInParts, Offload
 from jgraph.tree import leaf_names, matching
 from jgraph.types import Batch, Carried, Key, Leaf, Params, Reduction, Reductions, Tree
 
@@ -46,9 +46,9 @@ def check_split(mesh: Mesh | None, params: Description) -> None:
 
 def check_offload(offload: str, mesh: Mesh | None) -> None:
     """Checks that the step has a mesh, because only shardings on a mesh name host memory."""
-    check_choice("offload", offload, ("nothing", "optimizer"))
-    if offload != "nothing" and mesh is None:
-        must = "must be nothing without a mesh; on one device, pass jax.make_mesh((1,), ('data',)) to the strategy"
+    check_choice("offload", offload, get_args(Offload))
+    if offload in ("optimizer", "both") and mesh is None:
+        must = "must be nothing or residuals without a mesh; on one device, pass jax.make_mesh((1,), ('data',)) to the strategy"
         raise ConfigError(f"`offload` is {offload}: {must}", field="offload")
 
 

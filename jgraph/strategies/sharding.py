@@ -7,7 +7,6 @@ which XLA's scheduler moves next to its use.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Literal, TypeVar, get_args
 
 import jax
@@ -20,9 +19,10 @@ from jgraph.errors import ConfigError, check_choice, require
 from jgraph.layout import Description, Layout, MakeLayout, Param, Shard, described
 from jgraph.mesh import PARTITIONED_AXES, Axis
 from jgraph.precision.config import XLA_OPTIONS as FP8_XLA_OPTIONS, FP8Config
-from jgraph.strategies._order import by_layer
+from jgraph.strategies._order import by_layer, vjp
 from jgraph.strategies._overlap import reduce_in_buckets
 from jgraph.strategies.checks import check_count, float_dtype, strings
+from jgraph.strategies.objective import Offload
 from jgraph.tree import matching
 from jgraph.types import Annotations, Arrays, Observed, Tree, TreeOf
 
@@ -142,6 +142,7 @@ def value_and_grads(
     *,
     grads_dtype: DTypeLike,  # before gradients are summed over devices
     gather_per: GatherPer,
+    offload: Offload,
     reduce: Literal["in buckets", "scheduled"],
 ) -> tuple[Aux, Arrays, Observed]:
     """Differentiates `loss(whole, observed) -> (scalar, aux)` by the shards of a device, under `jax.shard_map`.
@@ -155,7 +156,7 @@ def value_and_grads(
         return loss(whole | arrays, observed)
 
     arrays = {name: whole[name] for name in trained}
-    value, pull_back, aux = jax.vjp(of_trained, arrays, observed, has_aux=True)
+    value, pull_back, aux = vjp(of_trained, arrays, observed, offload=offload)
     if gather_per == "pass":
         # The barrier orders the second all-gather after the forward pass. Without it, XLA would merge the two.
         regathered = gathered(shards, lax.optimization_barrier((parts, value))[0])
@@ -166,9 +167,9 @@ def value_and_grads(
 
     # Buckets are summed during the backward pass, in a fixed order. Otherwise, XLA schedules the sum of each gradient.
     if reduce == "in buckets":
-        grads, after = reduce_in_buckets(partial(by_layer, when="always"), (pull_back, jnp.ones_like(value)), add, grads_dtype)
+        grads, after = reduce_in_buckets(by_layer, (pull_back, jnp.ones_like(value)), add, grads_dtype)
     else:
-        grads, after = by_layer(pull_back, jnp.ones_like(value), when="always")
+        grads, after = by_layer(pull_back, jnp.ones_like(value))
         grads = {name: add(name, gradient.astype(grads_dtype)) for name, gradient in grads.items()}
     return aux, grads, after
 

@@ -17,7 +17,7 @@ from jgraph.processes import all_gather_scalar, devices_of_ranks
 from jgraph.schedule import Schedule
 from jgraph.strategies import FullySharded, Replicated, Strategy, TensorParallel
 from jgraph.strategies.batches import by_microbatch
-from jgraph.strategies.objective import Objective, Offload
+from jgraph.strategies.objective import Objective
 from jgraph.train._functional import BuiltModel
 from jgraph.train._setup_config import ParallelConfig, PipelineConfig
 from jgraph.types import JaxDevice, Tree
@@ -28,13 +28,13 @@ def make_mesh(
     *,
     is_pipeline: bool,
     is_sharded: bool,
-    offload: Offload = "nothing",
+    is_offloaded: bool = False,
     devices: Sequence[JaxDevice] | None = None,
 ) -> Mesh | None:
     """Returns the mesh of the run; None on one device without a pipeline, sharding or arrays in host memory."""
     assert not parallel.auto, "a mesh has sizes"
     ranks = parallel.num_devices
-    needs_mesh = is_pipeline or is_sharded or offload != "nothing"
+    needs_mesh = is_pipeline or is_sharded or is_offloaded
     # On one device, no backend is started: the step may be compiled for a GPU that is not present.
     if ranks == 1 and not needs_mesh and not jax.distributed.is_initialized():
         return None

@@ -16,6 +16,7 @@ from jgraph.precision.config import FP8Config
 from jgraph.step import TrainStep, train_step
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
+from jgraph.strategies.objective import Offload
 from jgraph.train._functional import batch_shapes, build_model, errors_by_field
 from jgraph.train._strategy import data_parallel, make_mesh, pipelined, tensor_parallel
 from jgraph.train.config import TrainConfig
@@ -45,9 +46,9 @@ class TrainSetup:
         """
         parallel = config.parallel
         fp8 = fp8_recipe(config)
-        offload = config.compile.offload
+        is_offloaded = config.compile.offload == "optimizer"
         mesh = make_mesh(
-            parallel, is_pipeline=config.is_pipeline, is_sharded=config.is_sharded, offload=offload, devices=devices
+            parallel, is_pipeline=config.is_pipeline, is_sharded=config.is_sharded, is_offloaded=is_offloaded, devices=devices
         )
         batch = batch_shapes(config.input, config.input.batch_size)
         with errors_by_field(config):
@@ -92,7 +93,7 @@ class TrainSetup:
                 reductions=functions.reductions,
                 fp8=fp8,
                 batch=batch,
-                offload=offload,
+                offload=_offload(config),
             )
         return cls(config, functions, step)
 
@@ -137,6 +138,13 @@ class TrainSetup:
         zero = jnp.zeros((), jnp.int32)
         pack = jax.jit(self.step.bound.layout.pack, out_shardings=None if placed is None else placed.params)
         return TrainState(zero, zero, in_turn(pack(params)), (), carried)
+
+
+def _offload(config: TrainConfig) -> Offload:
+    keeps_residuals = config.compile.remat == "offload"
+    if config.compile.offload == "optimizer":
+        return "both" if keeps_residuals else "optimizer"
+    return "residuals" if keeps_residuals else "nothing"
 
 
 def fp8_recipe(config: TrainConfig) -> FP8Config | None:

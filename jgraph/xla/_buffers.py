@@ -13,6 +13,7 @@ _MOST = 8
 _SAMPLES = 240
 # Kinds of events in XLA's `HeapSimulatorTrace`. The first, 0, allocates a buffer.
 _FREE, _SHARE = 1, 2
+_HOST = 5  # the memory space of pinned host memory
 _Change: TypeAlias = tuple[int, str, int]
 """A buffer, the instruction that defines it, and its bytes: negative if it is freed."""
 
@@ -68,7 +69,11 @@ def read(assignment: bytes, program: HloModule, known: Mapping[str, Op]) -> tupl
     message = _protobuf.fields(assignment)
     logical = {_protobuf.integer(one, 1) or 0: one for one in _protobuf.submessages(message, 1)}
     sizes = {number: _protobuf.integer(one, 2) or 0 for number, one in logical.items()}
-    heaps = [list(_changes(_protobuf.submessages(heap, 1), sizes)) for heap in _protobuf.submessages(message, 4)]
+    on_host = {number for number, one in logical.items() if _protobuf.integer(one, 4) == _HOST}
+    heaps = [
+        list(_changes((e for e in _protobuf.submessages(heap, 1) if _protobuf.integer(e, 2) not in on_host), sizes))
+        for heap in _protobuf.submessages(message, 4)
+    ]
     names: dict[int, str] = {}
     for heap in heaps:
         names |= _at_peak(heap)

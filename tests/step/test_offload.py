@@ -1,5 +1,7 @@
 """Tests the optimizer state in host memory: equal numbers, placement, checkpoints, copies in order, device memory."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from jgraph.step import train_step
 from jgraph.step.matrices import sharded_matrices
 from jgraph.step.transform import Masters
 from jgraph.strategies import FullySharded, Loss, Replicated
+from jgraph.strategies._order import vjp
 from jgraph.tree import is_on_host
 from jgraph.xla import aot, check_identity
 from jgraph.xla.explain import Memory
@@ -129,9 +132,11 @@ def test_a_checkpoint_is_restored_with_or_without_offload_on_other_devices(befor
 
 
 def test_a_step_without_a_mesh_is_refused():
-    with pytest.raises(ConfigError, match="`offload` is optimizer: must be nothing without a mesh; on one device, pass"):
+    with pytest.raises(
+        ConfigError, match="`offload` is optimizer: must be nothing or residuals without a mesh; on one device, pass"
+    ):
         offloaded(name="one device")
-    with pytest.raises(ConfigError, match="`offload` is 'moments': must be one of nothing, optimizer"):
+    with pytest.raises(ConfigError, match="`offload` is 'moments': must be one of nothing, optimizer, residuals, both"):
         train_step(mean, optax.sgd(1.0), strategy("data 4"), offload="moments")
 
 
@@ -151,6 +156,20 @@ def test_arrays_are_copied_to_the_device_after_the_result_before_the_previous_on
     assert [[v.aval.shape for v in eqn.invars] for eqn in barriers] == [[(1,), (7,)], [(2,), (7,)], [(3,), (1,)], [(4,), (2,)]]
     results = jax.jit(lambda *args: in_order(function, *args))([jax.device_put(jnp.ones(3), host)], jnp.float32(1))
     np.testing.assert_array_equal(jnp.stack([*results[0], *results[1]]), np.full((2, 3), 2))
+
+
+def test_a_residual_is_copied_to_the_host_after_the_copy_before_the_previous_one():
+    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    layer = jax.checkpoint(lambda x, w: jnp.sin(x @ w), policy=policy)
+
+    def loss(weights):
+        return jnp.sum(functools.reduce(layer, weights, jnp.ones((2, 4)))), None
+
+    jaxpr = jax.make_jaxpr(lambda weights: vjp(loss, weights, offload="residuals")[0])([jnp.ones((4, 4))] * 4).jaxpr
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    copies = [eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "device_put"]
+    waits = [[copies.index(v) for v in makers[makers[copy].invars[0]].invars if v in copies] for copy in copies]
+    assert waits == [[], [], [0], [1]]
 
 
 LAYERS, WIDTH = 12, 1024

@@ -75,22 +75,25 @@ def compiled_for_target(remat, num_layers, **fields):
     )
     step = setup.step
     options = setup.options("gpu") | reused_kernels()
-    return aot.compile_for(step.jitted(), step.state, setup.batch(), compiler_options=options)[0]
+    return aot.compile_for(step.jitted(), step.state, setup.batch(), compiler_options=options)
 
 
 @pytest.mark.target
 def test_residuals_of_matmuls_are_in_host_memory_and_of_two_layers_on_the_device(h200):
-    layers = 6
-    again, kept = (Memory.read(compiled_for_target(remat, layers)) for remat in ("layer", "offload"))
+    layers = 12  # with fewer, the peak is that of the head and of both passes
+    again = Memory.read(compiled_for_target("layer", layers)[0])
+    compiled, report = compiled_for_target("offload", layers)
+    kept = Memory.read(compiled)
     # In bfloat16: queries, keys and values, and the projection of attention. The hidden activations are wide.
     residuals = 2 * TOKENS * (WIDTH + 2 * WIDTH // 4 + WIDTH)
     assert kept.host == layers * residuals
     assert kept.temporaries < again.temporaries + 2 * residuals
+    assert sum(group.count * group.nbytes for group in report.buffers) <= kept.temporaries
 
 
 @pytest.mark.target
 def test_residuals_of_a_layer_are_fetched_beside_the_backward_pass_of_the_layer_before(h200):
-    module = HloModule(compiled_for_target("offload", 6).as_text())
+    module = HloModule(compiled_for_target("offload", 6)[0].as_text())
     products = {name for name, part in module.computations.items() if any(i.is_matmul for i in part.instructions.values())}
     running, hidden = {}, 0
     for instruction in module.computations[module.entry].instructions.values():
