@@ -1,5 +1,6 @@
 """Arrays in pinned host memory: their shardings, and programs that copy few of them to the device at a time."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -109,6 +110,14 @@ _OFFLOAD = _PRODUCTS(lax.dot_general_p, dimension_numbers=(((), ()), ((), ())))
 
 
 def offload_residuals(primitive: Any, *avals: Any, **params: Any) -> Any:
-    """A policy of `jax.checkpoint` that keeps results of matmuls with weights, and of attention kernels, in host memory."""
+    """A policy of `jax.checkpoint` that keeps results of attention kernels and of matmuls with weights in host memory.
+
+    Recomputes matmuls with an output at least four times as wide as the input, such as the first of an MLP, because XLA does
+    not hide the copies of their results.
+    """
+    if primitive is lax.dot_general_p:
+        (_, contracted), _ = params["dimension_numbers"]
+        width = math.prod(avals[1].shape[axis] for axis in contracted)
+        return _PRODUCTS(primitive, *avals, **params) if avals[1].size < 4 * width**2 else False
     is_attention = primitive.name == "dot_product_attention_fwd_wrapper" or params.get("name") == SAVED_ATTENTION
-    return _OFFLOAD if is_attention else _PRODUCTS(primitive, *avals, **params)
+    return _OFFLOAD if is_attention else False
