@@ -110,16 +110,14 @@ _OFFLOAD = _PRODUCTS(lax.dot_general_p, dimension_numbers=(((), ()), ((), ())))
 
 
 def offload_residuals(primitive: Any, *avals: Any, **params: Any) -> Any:
-    """A policy of `jax.checkpoint` that keeps results of attention kernels and of narrow matmuls in host memory.
+    """A policy of `jax.checkpoint` that keeps results of attention kernels and of matmuls with weights in host memory.
 
-    Narrow matmuls are those with weights whose results have less than twice as many elements as the data. For wider results,
-    the copies take longer than the layer that hides them.
+    Recomputes matmuls with an output at least four times as wide as the input, such as the first of an MLP, because XLA does
+    not hide the copies of their results.
     """
-    if primitive.name == "dot_product_attention_fwd_wrapper" or params.get("name") == SAVED_ATTENTION:
-        return _OFFLOAD
     if primitive is lax.dot_general_p:
-        data, weight = avals
-        contracted = math.prod(data.shape[axis] for axis in params["dimension_numbers"][0][0])
-        if weight.size >= 2 * contracted**2:
-            return False
-    return _PRODUCTS(primitive, *avals, **params)
+        (_, contracted), _ = params["dimension_numbers"]
+        width = math.prod(avals[1].shape[axis] for axis in contracted)
+        return _PRODUCTS(primitive, *avals, **params) if avals[1].size < 4 * width**2 else False
+    is_attention = primitive.name == "dot_product_attention_fwd_wrapper" or params.get("name") == SAVED_ATTENTION
+    return _OFFLOAD if is_attention else False

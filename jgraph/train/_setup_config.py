@@ -159,10 +159,10 @@ class CompileConfig:
     """Directory for compiled programs, which the next start loads, or `off`. Empty means the user's cache directory. Anyone
     with write access to this directory can execute code in this run."""
     remat: Literal["nothing", "wide", "layer", "offload"] = may_change("nothing", OTHER_PROGRAM)
-    """Recomputation in the backward. `layer` keeps only the input of each layer: saves memory, a third more FLOPs. `offload`
-    keeps the results of matmuls and attention in pinned host memory, and recomputes only what lies between them. `wide`
+    """Recomputation in the backward. `layer` keeps only the input of each layer: saves memory, a third more FLOPs. `wide`
     (pipelines only) recomputes matmuls with an output at least four times as wide as the input, such as the first of an MLP:
-    saves memory, 11% more FLOPs."""
+    saves memory, 11% more FLOPs. `offload` recomputes like `wide`, and keeps the results of other matmuls and of attention in
+    pinned host memory."""
     offload: Literal["nothing", "optimizer"] = may_change("nothing", OTHER_PROGRAM)
     """`optimizer` keeps the optimizer state in pinned host memory: moments, and float32 copies of the parameters if
     `main_params_dtype` is bfloat16. A run with bfloat16 parameters may not change it."""

@@ -63,12 +63,12 @@ def test_a_pipeline_refuses_residuals_in_host_memory():
         TrainConfig.from_fields(steps=1, pp=2, num_microbatches=2, remat="offload")
 
 
-TOKENS, WIDTH, HIDDEN = 4 * 512, 256, 1024
+TOKENS, WIDTH = 4 * 512, 256
 
 
 def compiled_for_target(remat, num_layers, **fields):
     model = GPTConfig(
-        num_layers=num_layers, d_model=WIDTH, num_heads=4, num_kv_heads=1, d_ff=HIDDEN, vocab_size=256, attention="xla"
+        num_layers=num_layers, d_model=WIDTH, num_heads=2, num_kv_heads=2, d_ff=4 * WIDTH, vocab_size=256, attention="xla"
     )
     setup = TrainSetup.from_config(
         TrainConfig.from_fields(model=model, steps=4, batch_size=4, seq_len=512, remat=remat, **fields)
@@ -78,14 +78,15 @@ def compiled_for_target(remat, num_layers, **fields):
     return aot.compile_for(step.jitted(), step.state, setup.batch(), compiler_options=options)
 
 
+@pytest.mark.long
 @pytest.mark.target
 def test_residuals_of_matmuls_are_in_host_memory_and_of_two_layers_on_the_device(h200):
-    layers = 12  # with fewer, the peak is that of the head and of both passes
+    layers = 6
     again = Memory.read(compiled_for_target("layer", layers)[0])
     compiled, report = compiled_for_target("offload", layers)
     kept = Memory.read(compiled)
-    # In bfloat16: queries, keys and values, and the projection of attention. The hidden activations are wide.
-    residuals = 2 * TOKENS * (WIDTH + 2 * WIDTH // 4 + WIDTH)
+    # In bfloat16: queries, keys and values, and the projection of attention.
+    residuals = 2 * TOKENS * (3 * WIDTH + WIDTH)
     assert kept.host == layers * residuals
     assert kept.temporaries < again.temporaries + 2 * residuals
     assert sum(group.count * group.nbytes for group in report.buffers) <= kept.temporaries
