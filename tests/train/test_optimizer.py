@@ -163,6 +163,17 @@ def test_the_defaults_are_those_of_optax(name):
             ),
         ),
         (
+            {"name": "muon", "args": ("ns_coeffs='dion'", "adaptive=True", "consistent_rms=0.2", "nesterov=False")},
+            lambda rate: optax.contrib.muon(
+                rate,
+                ns_coeffs="dion",
+                adaptive=True,
+                consistent_rms=0.2,
+                nesterov=False,
+                muon_weight_dimension_numbers=muon_axes,
+            ),
+        ),
+        (
             {"name": "adamw", "eps": 1e-3, "args": ("nesterov=True", "eps_root=1e-6")},
             lambda rate: optax.adamw(rate, b2=0.95, eps=1e-3, eps_root=1e-6, weight_decay=0.1, mask=MATRICES, nesterov=True),
         ),
@@ -290,6 +301,22 @@ def test_muon_orthogonalizes_every_expert():
 
 
 @pytest.mark.long
+def dtypes_of_products(config: OptimizerConfig, **settings: Any) -> set[str]:
+    """Returns the dtypes of the matmuls of an update."""
+    transform: Any = optimizer(config, STEPS, parameters(), **settings)
+    state = transform.init(parameters())
+    text = str(jax.make_jaxpr(transform.update)(parameters(), state, parameters()))
+    return set(re.findall(r":(\w+)\[[\d,]*\] = dot_general", text))
+
+
+def test_muon_multiplies_matrices_in_the_dtype_of_the_model():
+    assert dtypes_of_products(OptimizerConfig(name="muon"), compute_dtype="bfloat16") == {"bf16"}
+    assert dtypes_of_products(OptimizerConfig(name="muon"), compute_dtype="float32") == {"f32"}
+    assert dtypes_of_products(OptimizerConfig(name="muon", matrix_dtype="float32"), compute_dtype="bfloat16") == {"f32"}
+    with pytest.raises(ConfigError, match="`optimizer.matrix_dtype` is bfloat16: must be auto with `optimizer.name` lion"):
+        OptimizerConfig(name="lion", matrix_dtype="bfloat16")
+
+
 def test_muon_updates_stacked_layers_as_separate_layers():
     layers = [{"kernel": normal(i, 8, 12), "scale": normal(i + 2, 8)} for i in range(2)]
     grads = [jax.tree.map(jnp.sin, layer) for layer in layers]
