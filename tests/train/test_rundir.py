@@ -82,6 +82,7 @@ FIXED = {
     *("optimizer.learning_rate", "optimizer.warmup_steps", "optimizer.final_learning_rate", "optimizer.beta1"),
     *("optimizer.beta2", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.first_moment_dtype"),
     *(
+        "optimizer.matrix_dtype",
         "optimizer.second_moment_dtype",
         "data_documents",
         "precision",
