@@ -99,8 +99,7 @@ def train_step(
             at a time to the device. The strategy needs a mesh. If `params_dtype` is not float32, the optimizer state is
             `(params, inner)`: float32 parameters, which the transform updates, and its own state. The parameters of the step
             are then a cast copy. A transform that reads all its state at once, such as `optax.MultiSteps`, needs device memory
-            for all of it. `residuals` orders the copies of a loss that keeps residuals in host memory by a policy of
-            `jax.checkpoint` for each layer, so that the device holds those of two layers. `both` does both.
+            for all of it.
 
     Returns:
         A `TrainStep`. Its `compile(batch)` returns the function `run(state, batch) -> (state, metrics)`, and its `init(params)`
@@ -149,7 +148,7 @@ def train_step(
     )
     bound, optimizer = bind(transform, strategy, objective, layout)
     checks.check_offload(offload, bound.batches.mesh)
-    if offload in ("optimizer", "both") and params_dtype != jnp.float32:
+    if offload == "optimizer" and params_dtype != jnp.float32:
         optimizer = replace(optimizer, transform=with_masters(optimizer.transform))
     update = Update(
         optimizer,

@@ -91,7 +91,7 @@ class Update:
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[name]) for name, leaf in state.params.items()
         }
         opt_state = self.optimizer.shardings(mesh, params, state.opt_state)
-        if self.objective.offload in ("optimizer", "both"):
+        if self.objective.offload == "optimizer":
             opt_state = in_host_memory(opt_state, state.opt_state)
         replicated: TrainState = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), state)
         return replace(replicated, params=placed, opt_state=opt_state)

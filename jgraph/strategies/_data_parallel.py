@@ -20,7 +20,7 @@ from jgraph.mesh import Axis, batch_axes, num_data_ranks, on_ranks, with_batch_a
 from jgraph.precision.loss import FP8Loss, StepLoss
 from jgraph.strategies import sharding
 from jgraph.strategies._accumulate import MicrobatchFunction, accumulate
-from jgraph.strategies._order import by_layer, vjp
+from jgraph.strategies._order import by_layer, is_offloaded, vjp
 from jgraph.strategies.base import GradientProgram, Options, Pools, Reports
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.checks import check_function, check_split
@@ -156,7 +156,6 @@ class DataParallel:
         """Returns a function that computes the sums, gradients and observed state of a microbatch."""
         sums_dtype = self.objective.grads_dtype
         fp8 = self.objective.fp8
-        offload = self.objective.offload
         trained = list(self.layout.trained.params)
         in_fp8 = self.loss.weights if fp8 is not None and not fp8.calibrates else ()
 
@@ -181,7 +180,6 @@ class DataParallel:
                     observed,
                     grads_dtype=sums_dtype,
                     gather_per=self.gather_per,
-                    offload=offload,
                     # FP8 wgrads are too short to hide reductions. bfloat16 wgrads hide them, and barriers cost 2 to 4%
                     # (notes/develop/measurements/sharding.md).
                     reduce="in buckets" if in_fp8 else "scheduled",
@@ -191,9 +189,10 @@ class DataParallel:
                 return sums_of(params | arrays, observed)
 
             arrays = {name: params[name] for name in trained}
-            value, pull_back, sums = vjp(of_trained, arrays, observed, offload=offload)
+            value, pull_back, sums = vjp(of_trained, arrays, observed)
             # Without collectives and copies to the host, XLA orders the backward pass by memory itself.
-            orders = offload != "nothing" or sharding.hides_collectives(self.batches.mesh)
+            copies = self.objective.offload != "nothing" or is_offloaded(pull_back)
+            orders = copies or sharding.hides_collectives(self.batches.mesh)
             seed = jnp.ones_like(value)
             grads, after = by_layer(pull_back, seed) if orders else pull_back(seed)
             return sums, grads, after

@@ -8,16 +8,13 @@ from jax import Array, lax
 from jax.extend import core
 
 from jgraph.autodiff import replay
-from jgraph.strategies.objective import Offload
 from jgraph.types import Tree
 
 _Result = TypeVar("_Result")
 _Aux = TypeVar("_Aux")
 
 
-def vjp(
-    function: Callable[..., tuple[Array, _Aux]], *args: Tree, offload: Offload
-) -> tuple[Array, Callable[[Array], Any], _Aux]:
+def vjp(function: Callable[..., tuple[Array, _Aux]], *args: Tree) -> tuple[Array, Callable[[Array], Any], _Aux]:
     """Is `jax.vjp` with `has_aux`. If residuals are offloaded, at most two at a time are being copied to host memory.
 
     XLA would copy them at the end of the forward pass, and keep all of them on the device until then.
@@ -26,8 +23,10 @@ def vjp(
     def forward(*args: Tree) -> Any:
         return jax.vjp(function, *args, has_aux=True)
 
-    if offload not in ("residuals", "both"):
-        return forward(*args)
+    # Only a trace shows whether a policy of `jax.checkpoint` offloads. If it does, XLA drops this trace, and the next one counts.
+    found = forward(*args)
+    if not is_offloaded(found[1]):
+        return found
     closed, shapes = jax.make_jaxpr(forward, return_shape=True)(*args)
     jaxpr = closed.jaxpr
     env = replay.environment(jaxpr, closed.consts, jax.tree.leaves(args))
@@ -43,6 +42,11 @@ def vjp(
         else:
             replay.write(env, eqn.outvars, replay.apply(eqn, [read(v) for v in eqn.invars]))
     return jax.tree.unflatten(jax.tree.structure(shapes), map(read, jaxpr.outvars))
+
+
+def is_offloaded(pull_back: Callable[[Array], Any]) -> bool:
+    """True if residuals of a backward pass are in host memory."""
+    return any(jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in jax.tree.leaves(pull_back))
 
 
 def by_layer(pull_back: Callable[[Array], _Result], seed: Array) -> _Result:

@@ -47,8 +47,8 @@ def check_split(mesh: Mesh | None, params: Description) -> None:
 def check_offload(offload: str, mesh: Mesh | None) -> None:
     """Checks that the step has a mesh, because only shardings on a mesh name host memory."""
     check_choice("offload", offload, get_args(Offload))
-    if offload in ("optimizer", "both") and mesh is None:
-        must = "must be nothing or residuals without a mesh; on one device, pass jax.make_mesh((1,), ('data',)) to the strategy"
+    if offload == "optimizer" and mesh is None:
+        must = "must be nothing without a mesh; on one device, pass jax.make_mesh((1,), ('data',)) to the strategy"
         raise ConfigError(f"`offload` is {offload}: {must}", field="offload")
 
 

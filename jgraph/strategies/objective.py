@@ -67,8 +67,8 @@ class LossInParts(Protocol):
     def head(self) -> Callable[..., Array]: ...
 
 
-Offload: TypeAlias = Literal["nothing", "optimizer", "residuals", "both"]
-"""What is in host memory: the optimizer state, the residuals that policies of `jax.checkpoint` offload, or both."""
+Offload: TypeAlias = Literal["nothing", "optimizer"]
+"""The part of the state that is in host memory."""
 
 
 class Carry(NamedTuple):

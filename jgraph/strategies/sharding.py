@@ -22,7 +22,6 @@ from jgraph.precision.config import XLA_OPTIONS as FP8_XLA_OPTIONS, FP8Config
 from jgraph.strategies._order import by_layer, vjp
 from jgraph.strategies._overlap import reduce_in_buckets
 from jgraph.strategies.checks import check_count, float_dtype, strings
-from jgraph.strategies.objective import Offload
 from jgraph.tree import matching
 from jgraph.types import Annotations, Arrays, Observed, Tree, TreeOf
 
@@ -142,7 +141,6 @@ def value_and_grads(
     *,
     grads_dtype: DTypeLike,  # before gradients are summed over devices
     gather_per: GatherPer,
-    offload: Offload,
     reduce: Literal["in buckets", "scheduled"],
 ) -> tuple[Aux, Arrays, Observed]:
     """Differentiates `loss(whole, observed) -> (scalar, aux)` by the shards of a device, under `jax.shard_map`.
@@ -156,7 +154,7 @@ def value_and_grads(
         return loss(whole | arrays, observed)
 
     arrays = {name: whole[name] for name in trained}
-    value, pull_back, aux = vjp(of_trained, arrays, observed, offload=offload)
+    value, pull_back, aux = vjp(of_trained, arrays, observed)
     if gather_per == "pass":
         # The barrier orders the second all-gather after the forward pass. Without it, XLA would merge the two.
         regathered = gathered(shards, lax.optimization_barrier((parts, value))[0])

@@ -16,7 +16,6 @@ from jgraph.precision.config import FP8Config
 from jgraph.step import TrainStep, train_step
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
-from jgraph.strategies.objective import Offload
 from jgraph.train._functional import batch_shapes, build_model, errors_by_field
 from jgraph.train._strategy import data_parallel, make_mesh, pipelined, tensor_parallel
 from jgraph.train.config import TrainConfig
@@ -93,7 +92,7 @@ class TrainSetup:
                 reductions=functions.reductions,
                 fp8=fp8,
                 batch=batch,
-                offload=_offload(config),
+                offload=config.compile.offload,
             )
         return cls(config, functions, step)
 
@@ -138,13 +137,6 @@ class TrainSetup:
         zero = jnp.zeros((), jnp.int32)
         pack = jax.jit(self.step.bound.layout.pack, out_shardings=None if placed is None else placed.params)
         return TrainState(zero, zero, in_turn(pack(params)), (), carried)
-
-
-def _offload(config: TrainConfig) -> Offload:
-    keeps_residuals = config.compile.remat == "offload"
-    if config.compile.offload == "optimizer":
-        return "both" if keeps_residuals else "optimizer"
-    return "residuals" if keeps_residuals else "nothing"
 
 
 def fp8_recipe(config: TrainConfig) -> FP8Config | None:

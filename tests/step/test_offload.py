@@ -132,11 +132,9 @@ def test_a_checkpoint_is_restored_with_or_without_offload_on_other_devices(befor
 
 
 def test_a_step_without_a_mesh_is_refused():
-    with pytest.raises(
-        ConfigError, match="`offload` is optimizer: must be nothing or residuals without a mesh; on one device, pass"
-    ):
+    with pytest.raises(ConfigError, match="`offload` is optimizer: must be nothing without a mesh; on one device, pass"):
         offloaded(name="one device")
-    with pytest.raises(ConfigError, match="`offload` is 'moments': must be one of nothing, optimizer, residuals, both"):
+    with pytest.raises(ConfigError, match="`offload` is 'moments': must be one of nothing, optimizer"):
         train_step(mean, optax.sgd(1.0), strategy("data 4"), offload="moments")
 
 
@@ -165,9 +163,10 @@ def test_a_residual_is_copied_to_the_host_after_the_copy_before_the_previous_one
     def loss(weights):
         return jnp.sum(functools.reduce(layer, weights, jnp.ones((2, 4)))), None
 
-    jaxpr = jax.make_jaxpr(lambda weights: vjp(loss, weights, offload="residuals")[0])([jnp.ones((4, 4))] * 4).jaxpr
+    jaxpr = jax.make_jaxpr(lambda weights: vjp(loss, weights)[0])([jnp.ones((4, 4))] * 4).jaxpr
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     copies = [eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "device_put"]
+    copies = copies[len(copies) // 2 :]  # without the first trace, whose results nothing reads
     waits = [[copies.index(v) for v in makers[makers[copy].invars[0]].invars if v in copies] for copy in copies]
     assert waits == [[], [], [0], [1]]
 

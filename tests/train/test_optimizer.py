@@ -313,7 +313,7 @@ def test_muon_multiplies_matrices_in_the_dtype_of_the_model():
     assert dtypes_of_products(OptimizerConfig(name="muon"), compute_dtype="bfloat16") == {"bf16"}
     assert dtypes_of_products(OptimizerConfig(name="muon"), compute_dtype="float32") == {"f32"}
     assert dtypes_of_products(OptimizerConfig(name="muon", matrix_dtype="float32"), compute_dtype="bfloat16") == {"f32"}
-    with pytest.raises(ConfigError, match="`optimizer.matrix_dtype` is bfloat16: must be auto with `optimizer.name` lion"):
+    with pytest.raises(ConfigError, match=r"`optimizer.matrix_dtype` is bfloat16: must be auto with `optimizer.name` lion"):
         OptimizerConfig(name="lion", matrix_dtype="bfloat16")
 
 
