@@ -23,7 +23,7 @@ def vjp(function: Callable[..., tuple[Array, _Aux]], *args: Tree) -> tuple[Array
     def forward(*args: Tree) -> Any:
         return jax.vjp(function, *args, has_aux=True)
 
-    # Only a trace shows whether a policy of `jax.checkpoint` offloads. If it does, XLA drops this trace, and the next one counts.
+    # Only a trace shows whether a policy of `jax.checkpoint` offloads. If it does, XLA drops this trace.
     found = forward(*args)
     if not is_offloaded(found[1]):
         return found
