@@ -144,6 +144,13 @@ def unused_gpus() -> int:
     return max(0, here - used)
 
 
+def refused_gpus() -> int:
+    """Returns the number of GPUs that this process may use, if JAX fell back to the CPU; else 0."""
+    # JAX continues on the CPU if a GPU does not start, unless its platforms are named.
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    return 0 if platforms or jax.default_backend() != "cpu" else _visible_gpus()
+
+
 def _visible_gpus() -> int:
     return num_gpus(os.environ, len(glob.glob(_GPU_FILES)))
 

@@ -20,7 +20,7 @@ from jgraph.data import Ahead, Batches, Corpus, load
 from jgraph.dispatch import check_devices
 from jgraph.errors import ConfigError, os_errors
 from jgraph.peers import Loss, Peers
-from jgraph.processes import Connection, all_gather_scalar, all_or_raise, connect, is_process_zero, unused_gpus
+from jgraph.processes import Connection, all_gather_scalar, all_or_raise, connect, is_process_zero, refused_gpus, unused_gpus
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
 from jgraph.train import _callbacks, _capacity, _elastic, _trackers, _validation, profiling
@@ -377,6 +377,9 @@ def _describe(setup: TrainSetup, corpus: Corpus, connection: Connection | None, 
     size = sum(math.prod(param.shape) for param in own)
     trained = sum(math.prod(param.shape) for param in own if param.is_trained)
     reporter.begins(setup.config, parameters=size, trained=trained, corpus=corpus, devices=_devices(setup))
+    if refused := refused_gpus():
+        reason = "JAX_PLATFORMS=cuda shows why JAX does not use them, JAX_PLATFORMS=cpu hides this warning"
+        reporter.warn(f"the run uses the CPU, and this machine has {refused} NVIDIA GPU{'s' * (refused > 1)}: {reason}")
     if connection:
         reporter.line(f"processes  {connection}")
         if unused := unused_gpus():

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from jgraph import processes
 from jgraph.checkpoint.store import Checkpoints
 from jgraph.data import Batches
 from jgraph.errors import ConfigError
@@ -172,8 +173,25 @@ def test_gpus_of_this_machine_that_no_process_uses_are_counted(monkeypatch, vari
     assert unused_gpus() == unused
 
 
+@pytest.mark.parametrize(
+    ("platforms", "backend", "visible", "count"),
+    [(None, "cpu", None, 2), (None, "cpu", "1", 1), (None, "cpu", "", 0), (None, "gpu", None, 0), ("cpu", "cpu", None, 0)],
+)
+def test_gpus_that_jax_does_not_start_are_counted(monkeypatch, tmp_path, platforms, backend, visible, count):
+    for i in range(2):
+        (tmp_path / f"nvidia{i}").touch()
+    monkeypatch.setattr(processes, "_GPU_FILES", f"{tmp_path}/nvidia[0-9]*")
+    chosen = SimpleNamespace(jax_platforms=platforms)
+    monkeypatch.setattr(processes, "jax", SimpleNamespace(config=chosen, default_backend=lambda: backend))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert processes.refused_gpus() == count
+
+
 def test_the_header_of_a_run_names_its_processes_and_warns_of_unused_gpus(monkeypatch):
     monkeypatch.setattr(_trainer, "unused_gpus", lambda: 6)
+    monkeypatch.setattr(_trainer, "refused_gpus", lambda: 2)
     monkeypatch.setattr(_trainer, "_devices", lambda setup: "2 devices")
     lines: list[str] = []
     reporter: Any = SimpleNamespace(begins=lambda *_, **__: None, line=lines.append, warn=lines.append)
@@ -181,6 +199,8 @@ def test_the_header_of_a_run_names_its_processes_and_warns_of_unused_gpus(monkey
     setup: Any = SimpleNamespace(config=TrainConfig(), step=SimpleNamespace(bound=SimpleNamespace(layout=layout)))
     _trainer._describe(setup, None, Connection(Launch("torchrun", "a:1", 2, 1), None, {}), ["", "a line"], reporter)  # pyright: ignore[reportArgumentType]
     assert lines == [
+        "the run uses the CPU, and this machine has 2 NVIDIA GPUs: JAX_PLATFORMS=cuda shows why JAX does not use them, "
+        "JAX_PLATFORMS=cpu hides this warning",
         "processes  2, by variables of torchrun; process 1 listens at a:1 and runs on the CPU",
         "no process uses 6 of the GPUs of this machine: see `distributed.local_devices`",
         "a line",
