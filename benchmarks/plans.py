@@ -237,6 +237,8 @@ def describe(config: TrainConfig) -> str:
     parts += [f"LoRA {config.lora.rank}"] if config.lora.rank else []
     parts += [f"FP8 {config.fp8.recipe}"] if config.is_fp8 else []
     parts += ["with options"] if config.is_fp8 and config.fp8.accumulation != "full" else []
+    parts += [config.optimizer.name] if config.optimizer.name != "adamw" else []
+    parts += [f"matmuls of the update in {dtype}"] if (dtype := config.optimizer.matrix_dtype) != "auto" else []
     parts += ["head in FP8"] if getattr(config.model, "head_precision", "") == "fp8" else []
     moe = config.hooks.moe
     parts += [f"capacity {moe.capacity:g}"] if config.parallel.ep > 1 and moe else []
