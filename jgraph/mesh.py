@@ -58,7 +58,7 @@ def _under(mesh: Mesh, fn: Callable[..., _T]) -> Callable[..., _T]:
     """Sets the mesh of the function while it is traced."""
 
     def traced(*args: Tree) -> _T:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with traced_on(mesh):
             return fn(*args)
 
     return traced

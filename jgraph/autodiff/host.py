@@ -11,6 +11,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding
 
 from jgraph.autodiff import replay
+from jgraph.autodiff.linear import WIDE
 from jgraph.kernels import SAVED_ATTENTION
 from jgraph.tree import HOST
 from jgraph.types import Shardings, Tree
@@ -30,6 +31,11 @@ def in_host_memory(shardings: Shardings, shapes: Tree) -> Shardings:
     return jax.tree.map(place, shardings, shapes)
 
 
+def is_in_host_space(aval: Any) -> bool:
+    """True for the abstract value of an array in host memory. A token has no memory."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
 def in_order(function: Callable[..., _Result], *args: Tree, start: Sequence[Array] = ()) -> _Result:
     """Calls a function of arrays in host memory under `jax.jit`. Its results are on the device.
 
@@ -37,7 +43,7 @@ def in_order(function: Callable[..., _Result], *args: Tree, start: Sequence[Arra
     a result needs it, after `start` and after the result before the previous one. XLA would copy all arrays first.
     """
     leaves, structure = jax.tree.flatten(args)
-    on_host = [jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in leaves]
+    on_host = [is_in_host_space(jax.typeof(leaf)) for leaf in leaves]
     if not any(on_host):
         return function(*args)
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -118,6 +124,6 @@ def offload_residuals(primitive: Any, *avals: Any, **params: Any) -> Any:
     if primitive is lax.dot_general_p:
         (_, contracted), _ = params["dimension_numbers"]
         width = math.prod(avals[1].shape[axis] for axis in contracted)
-        return _PRODUCTS(primitive, *avals, **params) if avals[1].size < 4 * width**2 else False
+        return _PRODUCTS(primitive, *avals, **params) if avals[1].size < WIDE * width**2 else False
     is_attention = primitive.name == "dot_product_attention_fwd_wrapper" or params.get("name") == SAVED_ATTENTION
     return _OFFLOAD if is_attention else False

@@ -30,6 +30,8 @@ Operands: TypeAlias = tuple[Operand, Operand]
 """A tap, or its cotangent: the operands (x, dy) of wgrad."""
 Wide: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], lax.DotDimensionNumbers]
 """(lhs shape, rhs shape, dimension numbers) of a `dot_general`."""
+WIDE = 4
+"""A wide matmul has at least this many times as many results as data."""
 _Kept: TypeAlias = tuple[Array, Array, Sequence[Array]]  # x, w and the other operands
 Result = TypeVar("Result")
 
@@ -46,7 +48,7 @@ class DelayedProduct:
     def is_wide(self) -> bool:
         """True for a `dot_general` without batch axes, if its output has at least four times as many elements as the data."""
         is_plain = self.site.name == "dot_general" and not any(self.site.eqn.params["dimension_numbers"][1])
-        return is_plain and self.site.y_aval.size >= 4 * self.site.x_aval.size
+        return is_plain and self.site.y_aval.size >= WIDE * self.site.x_aval.size
 
     def computed_as(self) -> Wide:
         """Describes the `dot_general` of a wide matmul, so that a policy of `jax.checkpoint` recognizes it."""

@@ -148,6 +148,7 @@ def _run(function: Callable[[Arrays], Params], arrays: Arrays) -> Params:
 
 
 def _copy(leaf: Array) -> Array:
+    """Copies an array within its memory."""
     return jax.device_put(leaf, leaf.sharding, may_alias=False)
 
 

@@ -6,7 +6,7 @@ their devices, and another one moves the results back. XLA makes them from the s
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from jgraph.mesh import PARTITIONED_AXES, Axis
 from jgraph.step.transform import Transform, check_transform
 from jgraph.tree import path_name
 from jgraph.types import OptState, Params, Tree
+
+_OfBatch: TypeAlias = Callable[[list[Array], Tree], tuple[Array, Tree]]
+"""A function `([[K, m, n], ...], state) -> ([K, m, n], state)` of a batch of matrices."""
 
 _REPLICAS = (Axis.DATA, Axis.CONTEXT)  # mesh axes whose devices have the same parameters
 
@@ -72,26 +75,25 @@ def sharded_matrices(transform: Transform) -> optax.GradientTransformationExtraA
             of_one = jax.vmap(lambda state, grad, *param: one.update(grad, state, *param, **extra))
             return of_one(state, *matrices)
 
-        results, states = jax.tree.leaves(grads), {}
-        trees = [results.copy()] if params is None else [results.copy(), jax.tree.leaves(params)]
-        for name, members in _groups(grads).items():
-            arrays = [[leaves[i] for i in members] for leaves in trees]
-            updates, states[name] = _on_devices(update_all, arrays, state[name])
-            for i, array in zip(members, updates, strict=True):
-                results[i] = array
-        return jax.tree.structure(grads).unflatten(results), states
+        return _in_batches(update_all, [grads] if params is None else [grads, params], state)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType], trees of any kind
 
 
 def map_matrices(fn: Callable[[Array], Array], tree: Params) -> Params:
     """Applies a function of batches [K, m, n] to the arrays [..., m, n] of a tree. Each device has whole matrices."""
-    results = jax.tree.leaves(tree)
-    for members in _groups(tree).values():
-        arrays, _ = _on_devices(lambda matrices, state: (fn(*matrices), state), [[results[i] for i in members]], ())
+    return _in_batches(lambda matrices, state: (fn(*matrices), state), [tree], dict.fromkeys(_groups(tree), ()))[0]
+
+
+def _in_batches(fn: _OfBatch, trees: list[Params], states: dict[str, Any]) -> tuple[Params, dict[str, Any]]:
+    """Calls `fn` on each batch, with the state of the batch. Returns the results as a tree like the first, and the states."""
+    leaves = [jax.tree.leaves(tree) for tree in trees]
+    results, after = list(leaves[0]), dict[str, Any]()
+    for name, members in _groups(trees[0]).items():
+        arrays, after[name] = _on_devices(fn, [[tree[i] for i in members] for tree in leaves], states[name])
         for i, array in zip(members, arrays, strict=True):
             results[i] = array
-    return jax.tree.structure(tree).unflatten(results)
+    return jax.tree.structure(trees[0]).unflatten(results), after
 
 
 def _groups(tree: Params) -> dict[str, list[int]]:
@@ -111,9 +113,7 @@ def _stacked(arrays: list[Array]) -> Array:
     return jnp.concatenate([array.reshape(-1, *array.shape[-2:]) for array in arrays])
 
 
-def _on_devices(
-    fn: Callable[[list[Array], Tree], tuple[Array, Tree]], trees: list[list[Array]], state: Tree
-) -> tuple[list[Array], Tree]:
+def _on_devices(fn: _OfBatch, trees: list[list[Array]], state: Tree) -> tuple[list[Array], Tree]:
     """Calls `fn([[K, m, n], ...], state) -> ([K, m, n], state)`, where each device has K / devices of the matrices.
 
     `trees` has the arrays of a batch for each argument, [..., m, n]. K is padded to a multiple of the devices.

@@ -1,4 +1,4 @@
-"""Keeps XLA from delaying the weight gradients of recomputed layers."""
+"""Keeps XLA from delaying the weight gradients of recomputed layers, and the copies of residuals to host memory."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -8,6 +8,7 @@ from jax import Array, lax
 from jax.extend import core
 
 from jgraph.autodiff import replay
+from jgraph.autodiff.host import is_in_host_space
 from jgraph.types import Tree
 
 _Result = TypeVar("_Result")
@@ -33,8 +34,8 @@ def vjp(function: Callable[..., tuple[Array, _Aux]], *args: Tree) -> tuple[Array
     read = replay.reader(env)
     copies: list[list[Array]] = [[], []]
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "device_put" and _is_on_host(eqn.outvars[0]):
-            # What reads the residual next waits for the copy before the previous one.
+        if eqn.primitive.name == "device_put" and is_in_host_space(replay.aval_of(eqn.outvars[0])):
+            # The next reader of the residual waits for the copy before the previous one.
             (source,) = eqn.invars
             env[source], _ = lax.optimization_barrier((read(source), copies[-2]))
             copies.append(replay.apply(eqn, [read(source)]))
@@ -46,7 +47,7 @@ def vjp(function: Callable[..., tuple[Array, _Aux]], *args: Tree) -> tuple[Array
 
 def is_offloaded(pull_back: Callable[[Array], Any]) -> bool:
     """True if residuals of a backward pass are in host memory."""
-    return any(jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in jax.tree.leaves(pull_back))
+    return any(is_in_host_space(jax.typeof(leaf)) for leaf in jax.tree.leaves(pull_back))
 
 
 def by_layer(pull_back: Callable[[Array], _Result], seed: Array) -> _Result:
@@ -81,10 +82,6 @@ def by_layer(pull_back: Callable[[Array], _Result], seed: Array) -> _Result:
     return jax.tree.unflatten(jax.tree.structure(shapes), replay.run(jaxpr.eqns[start:], env, jaxpr.outvars))
 
 
-def _is_on_host(v: replay.Atom) -> bool:
-    return isinstance(v, core.Var) and getattr(replay.aval_of(v), "memory_space", None) == jax.memory.Space.Host
-
-
 def _on_host(eqn: core.JaxprEqn) -> list[core.Var]:
     """Returns the operands in host memory."""
-    return [v for v in eqn.invars if isinstance(v, core.Var) and _is_on_host(v)]
+    return [v for v in eqn.invars if isinstance(v, core.Var) and is_in_host_space(replay.aval_of(v))]
